@@ -1,0 +1,1 @@
+"""The model: architecture, loss, cache, sampling, tokenizer and checkpoint format. Knows nothing of Ray."""

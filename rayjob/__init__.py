@@ -1,0 +1,1 @@
+"""The training job: corpus, blocks, training, tracking, command line."""

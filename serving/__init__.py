@@ -1,0 +1,1 @@
+"""Serving: generation engine, HTTP app on Ray Serve, generate command line."""
