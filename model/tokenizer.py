@@ -1,0 +1,2 @@
+BOS_ID = 1
+EOS_ID = 2
