@@ -14,7 +14,7 @@ import ray
 logger = logging.getLogger(__name__)
 
 
-@ray.remote(num_cpus=0, max_concurrency=4)
+@ray.remote(num_cpus=0)
 class StopSignal:
     """Holds one bit for the life of the driver; `wait` returns when it is set."""
 

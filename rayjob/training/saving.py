@@ -35,8 +35,14 @@ class RunState:
 
     def after_step(self, n_tokens: int) -> "RunState":
         """Returns the state one update later; an evaluation belongs to the weights before it."""
-        changes = dict.fromkeys(("val_loss", "val_accuracy", "val_bits_per_byte"))
-        return dataclasses.replace(self, step=self.step + 1, tokens=self.tokens + n_tokens, **changes)
+        return dataclasses.replace(
+            self,
+            step=self.step + 1,
+            tokens=self.tokens + n_tokens,
+            val_loss=None,
+            val_accuracy=None,
+            val_bits_per_byte=None,
+        )
 
     def evaluated(self, evaluation: Evaluation) -> "RunState":
         return dataclasses.replace(

@@ -52,9 +52,9 @@ class WindowOrder:
 
 @lru_cache(maxsize=2)
 def _permutation(n_windows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    # PCG64 with an explicit seed sequence is specified by NumPy to be the same on every machine and release.
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    return generator.permutation(n_windows)
+    # NumPy keeps a bit generator's raw output the same in every release, but not what Generator makes of it.
+    raw = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n_windows)
+    return np.argsort(raw, kind="stable")
 
 
 def deal(ids: npt.NDArray[np.int64], rank: int, n_workers: int, micro_batch_size: int) -> list[npt.NDArray[np.int64]]:
