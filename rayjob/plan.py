@@ -4,7 +4,7 @@ from typing import Any
 
 from rayjob.config import JobConfig
 from rayjob.corpus.prepare import find_prepared
-from rayjob.corpus.sources import corpus_bytes
+from rayjob.corpus.sources import find_sources
 from rayjob.hardware import GPUS, Gpu
 from rayjob.training.feed import n_windows
 from rayjob.training.schedule import WindowOrder, max_steps
@@ -66,7 +66,7 @@ def _train_tokens(config: JobConfig) -> tuple[int, str]:
     if config.data.source == "huggingface":
         tokens = _BOOKCORPUS_TOKENS if config.data.dedup else _BOOKCORPUS_TOKENS_WITH_COPIES
         return int(share * tokens), "estimated: BookCorpus, not prepared yet"
-    n_bytes = corpus_bytes(config.data)
+    n_bytes = sum(source.bytes for source in find_sources(config.data, config.storage_folder))
     return int(share * n_bytes / _BYTES_PER_TOKEN), f"estimated: {n_bytes:,} bytes at {_BYTES_PER_TOKEN} a token"
 
 

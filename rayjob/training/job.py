@@ -144,7 +144,7 @@ def _build_trainer(config: JobConfig, task: TrainTask) -> ray.train.torch.TorchT
             storage_path=str(config.runs_folder),
             failure_config=FailureConfig(
                 max_failures=config.failure.max_failures,
-                max_preemption_failures=config.failure.max_preemptions,
+                max_preemption_failures=config.failure.max_preemptions,  # type: ignore[call-arg]
             ),
         ),
     )
@@ -152,7 +152,7 @@ def _build_trainer(config: JobConfig, task: TrainTask) -> ray.train.torch.TorchT
 
 def _cpus_per_worker(num_workers: int) -> float:
     """Returns a share that leaves a fifth of the cluster to actors that only coordinate or serve."""
-    cpus: float = ray.cluster_resources().get("CPU", 1.0)
+    cpus: float = ray.cluster_resources().get("CPU", 1.0)  # type: ignore[no-untyped-call]
     return min(1.0, round(0.8 * cpus / num_workers, 2))
 
 
