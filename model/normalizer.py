@@ -9,8 +9,8 @@ Always, whatever the settings; with the two settings off these are the only chan
 
 `lowercase`: str.lower().
 
-`detokenize`: text of the Penn Treebank kind, as BookCorpus is, becomes plain text. Ordinary prose has none of its
-marks and so passes unchanged, but for quotes and ellipses:
+`detokenize`: text of the Penn Treebank kind, as BookCorpus is, becomes plain text. Ordinary prose has none of
+its marks and so passes unchanged, but for typographic quotes and ellipses:
 
     `` i 'm sorry , '' he said .     "i'm sorry," he said.
     do n't , gon na , 't is          don't, gonna, 'tis
@@ -18,8 +18,9 @@ marks and so passes unchanged, but for quotes and ellipses:
     well ... $ 5 or 5 %              well... $5 or 5%
     “curly” ‘quotes’ …               "curly" 'quotes' ...
 
-Only a single space is ever taken away, never a line break or a run of spaces. A dash (--) keeps its spaces, since
-nothing tells whether the author wrote any.
+Only single spaces are ever taken away, no line break and no run of spaces. A dash (--) and the dots of a
+spaced . . . keep their spaces, since nothing tells whether the author wrote them. A lone ' inside a line goes
+to the word before it: it closes a quotation or marks the possessive of a plural.
 """
 
 from __future__ import annotations
@@ -44,13 +45,26 @@ _SPELLINGS = {
     "-lcb-": "{",
     "-rcb-": "}",
 }
-_JOINS_NEXT = re.compile(r"(?<!\S)(``|`|[(\[{]|-l[rsc]b-|\$(?= \d)) (?=\S)", re.IGNORECASE)
+# Each pattern begins with the characters that it can begin with and looks behind afterwards: the regex engine
+# skips all others, which makes them five times as fast as with the look-behind first.
+_JOINS_NEXT = re.compile(
+    r"[`'(\[{$-](?<!\S.)"  # the first character of a token, and then the rest of it:
+    r"(?:(?<=`)`?|(?<=[(\[{])|(?<=-)[lL][rRsScC][bB]-|(?<=\$)(?= \d)|(?<=\A')|(?<=\n')|(?<=`` '))"
+    r" (?=\S)"
+)
 _JOINS_PREVIOUS = re.compile(
-    r"(?<=\S) (?:(''|'|[,;:!?%)\]}]|\.+|-r[rsc]b-|n't)(?!\S)|('(?:s|m|d|re|ve|ll))(?![\w']))", re.IGNORECASE
+    r" (?<=\S )(?:"
+    r"(?:''?|[,;:!?%)\]}]|-[rR][rRsScC][bB]-|[nN]'[tT])(?!\S)"
+    r"|\.+(?<!\s\. \.)(?!\S| \.)"  # but not the dots of a spaced . . .
+    r"|'(?:[sSmMdD]|[rR][eE]|[vV][eE]|[lL][lL])(?![\w'])"
+    r")"
 )
 # What no neighbour can be joined to, at the edge of a line, or is joined already.
-_STANDS_ALONE = re.compile(r"``|(?<!\S)(?:''|-[lr][rsc]b-)(?!\S)", re.IGNORECASE)
-_SPLIT_WORDS = re.compile(r"\b(gon|wan) (na)\b|\b(got) (ta)\b|\b(gim|lem) (me)\b|(?<!\S)('t) (is|was|were)\b", re.IGNORECASE)
+_STANDS_ALONE = re.compile(r"``|''(?<!\S'')(?!\S)|-[lLrR][rRsScC][bB]-(?<!\S.{5})(?!\S)")
+_SPLIT_WORDS = re.compile(
+    r" (?:na|ta|me)\b(?<=\b(?:[gG]on na|[wW]an na|[gG]ot ta|[gG]im me|[lL]em me))"
+    r"| (?<=(?<!\S)'[tT] )(?:is|was|were|will)\b"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +96,24 @@ class Normalizer:
         settings = json.loads(content)
         is_known = isinstance(settings, dict) and settings.keys() == {"detokenize", "lowercase"}
         if not is_known or not all(isinstance(value, bool) for value in settings.values()):
-            raise ValueError(f"expected the booleans detokenize and lowercase of a normalizer, got {content!r}.")
+            raise ValueError(
+                f"expected the booleans detokenize and lowercase of a normalizer, got {content!r}."
+            )
         return Normalizer(**settings)
 
 
 def _detokenize(text: str) -> str:
     for typographic, plain in _TYPOGRAPHIC.items():
         text = text.replace(typographic, plain)
-    # Joining may put together what is a Treebank token itself (` s -> 's), so go on until nothing changes. Every
-    # change shortens the text: this ends, most often after the second round, and a second call changes nothing.
+    # Joining may put together what is a Treebank token itself (` s -> 's), so go on until nothing changes: a
+    # second call then changes nothing either. Every change shortens the text, so it does end.
     before = ""
     while text != before:
         before = text
         text = _JOINS_NEXT.sub(_spelling, text)
         text = _JOINS_PREVIOUS.sub(_spelling, text)
         text = _STANDS_ALONE.sub(_spelling, text)
-        text = _SPLIT_WORDS.sub(lambda match: match[0].replace(" ", ""), text)
+        text = _SPLIT_WORDS.sub(_spelling, text)
     return text
 
 
