@@ -1,10 +1,12 @@
 """Parquet blocks of tokens and their manifest: the format that the feed reads.
 
-    <folder>/train/part-00000.parquet …   <folder>/val/part-00000.parquet …   <folder>/manifest.json, written last
+    <folder>/train/part-00000.parquet …
+    <folder>/val/part-00000.parquet …
+    <folder>/manifest.json               written last
 
-A row is one document or a piece of one: `doc_id: string`, `tokens: list<uint16>`, with EOS where the document ends. The
-rows of all blocks in order are the token stream. Nothing in a block or a manifest depends on the time, the machine or
-the number of tasks.
+A row is one document or a piece of one: `doc_id: string`, `tokens: list<uint16>`, with EOS where the document
+ends. The rows of all blocks in order are the token stream. Nothing in a block or a manifest depends on the
+time, the machine or the number of tasks.
 """
 
 import hashlib
@@ -47,8 +49,8 @@ class Block:
 class SplitTotals:
     """One side of the split.
 
-    `bytes` is the size of its normalised text in UTF-8; `documents_sha256` covers the contents of its documents
-    whatever the tokenizer, so that equal values mean comparable losses per byte.
+    `bytes` is the size of its normalised text in UTF-8; `documents_sha256` covers the contents of its
+    documents whatever the tokenizer, so that equal values mean comparable losses per byte.
     """
 
     documents: int
@@ -63,13 +65,11 @@ class Manifest:
     """What the blocks were made from, and what they hold.
 
     Attributes:
-        hash: of everything that decides the tokens; the folder's name.
-        inputs: what `hash` covers: settings, sources, tokenizer hash.
-        tokenizer_hash: `Tokenizer.hash` of the tokenizer that made the tokens.
-        dtype: of a token.
-        sources: per file name, bytes, sha256, documents, text_bytes, invalid_bytes.
-        train, val: the two sides.
-        totals: rows_in, rows_empty, rows_boilerplate, rows_duplicate, rows_kept, bytes_in, bytes_kept, tokens;
+        hash: of everything that decides the tokens; the folder's name. inputs: what `hash` covers: settings,
+        sources, tokenizer hash. tokenizer_hash: `Tokenizer.hash` of the tokenizer that made the tokens.
+        dtype: of a token. sources: per file name, bytes, sha256, documents, text_bytes, invalid_bytes. train,
+        val: the two sides. totals: rows_in, rows_empty, rows_boilerplate, rows_duplicate, rows_kept,
+        bytes_in, bytes_kept, tokens;
             a row is a document here.
         warnings: what a person should know about the sources, in full sentences.
     """
@@ -150,7 +150,7 @@ def read_finished_block(path: Path, *, unit_hash: str, text_bytes: int) -> Block
 
 
 def token_stream(tokens_folder: Path, split: str) -> Iterator[np.ndarray]:
-    """Yields the tokens of each block, (N,) uint16, in block order; only blocks that the manifest names are read.
+    """Yields the tokens of each block, (N,) uint16, in block order; only the manifest's blocks are read.
 
     Raises:
         BlocksError: a block is missing, or its bytes are not those that the manifest describes.

@@ -193,8 +193,8 @@ def _describe_copy(copy: Copy, ids: Sequence[str]) -> str:
     if copy.share == 1.0:
         return f"{ids[copy.copy]} is a copy of {ids[copy.original]} and was left out."
     return (
-        f"{ids[copy.copy]} was left out: {copy.share:.0%} of its long sentences stand in earlier documents, most of "
-        f"them in {ids[copy.original]}."
+        f"{ids[copy.copy]} was left out: {copy.share:.0%} of its long sentences stand in earlier documents, "
+        f"most of them in {ids[copy.original]}."
     )
 
 

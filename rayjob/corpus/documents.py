@@ -1,8 +1,8 @@
 """From the bytes of a file to documents: the rule for odd bytes, the cleaning, and the pieces of a long text.
 
-Bytes: a file that begins with a UTF-16 byte-order mark is UTF-16, everything else is UTF-8. A byte that is not valid
-UTF-8 is read on its own as Windows-1252, the usual origin of such bytes, or becomes U+FFFD where that code page has no
-character; such bytes are counted. Line ends, marks and NUL are the normaliser's.
+Bytes: a file that begins with a UTF-16 byte-order mark is UTF-16, everything else is UTF-8. A byte that is
+not valid UTF-8 is read on its own as Windows-1252, the usual origin of such bytes, or becomes U+FFFD where
+that code page has no character; such bytes are counted. Line ends, marks and NUL are the normaliser's.
 """
 
 import codecs
@@ -19,9 +19,8 @@ from model.normalizer import Normalizer
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.sources import Source
 
-PIECE_CHARS = (
-    2**18
-)  # at most 1 MiB of UTF-8, so that a block fills up well whatever the length of its documents
+# At most 1 MiB of UTF-8, so that a block fills up well whatever the length of its documents.
+PIECE_CHARS = 2**18
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 ESCAPED = re.compile("[\udc80-\udcff]")  # how Python marks a byte that is not UTF-8
@@ -136,7 +135,7 @@ def read_content(path: str, first_byte: int = 0, end_byte: int | None = None) ->
 
 
 def cut_pieces(text: str, start: int = 0, stop: int | None = None) -> tuple[Piece, ...]:
-    """Cuts characters [start, stop) into pieces of at most PIECE_CHARS, each cut before white space where it can be."""
+    """Cuts characters [start, stop) into pieces of at most PIECE_CHARS, before white space where there is any."""
     end = len(text) if stop is None else stop
     pieces = []
     while start < end:

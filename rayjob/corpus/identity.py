@@ -1,7 +1,7 @@
 """What a tokenizer and a set of blocks are made from, and the folder names that follow.
 
-A folder is named by the hash of its inputs, so changed text, cleaning or tokenizer never meets old tokens: it leads to
-another folder. A file's date and place do not enter.
+A folder is named by the hash of its inputs, so changed text, cleaning or tokenizer never meets old tokens: it
+leads to another folder. A file's date and place do not enter.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def tokenizer_inputs(data: DataConfig, tokenizer: TokenizerConfig, sources: Sequ
 
 
 def tokens_inputs(inputs: Inputs, tokenizer: Tokenizer) -> Inputs:
-    """Everything that decides the blocks: what decides the tokenizer, and the tokenizer as it is on storage."""
+    """Everything that decides the blocks: the tokenizer's inputs, and the tokenizer as it is on storage."""
     return inputs | {"tokenizer_hash": tokenizer.hash, "piece_chars": PIECE_CHARS, "block_bytes": BLOCK_BYTES}
 
 

@@ -1,8 +1,8 @@
 """One `prepare` at a time on a storage.
 
-The kernel frees a flock when its holder dies, so a dead holder needs no clock and no heartbeat to be taken over.
-Some network file systems have no flock: there two drivers would do the work twice, but not wrongly, since every
-file is a pure function of its inputs and appears by rename.
+The kernel frees a flock when its holder dies, so a dead holder needs no clock and no heartbeat to be taken
+over. Some network file systems have no flock: there two drivers would do the work twice, but not wrongly,
+since every file is a pure function of its inputs and appears by rename.
 """
 
 import errno

@@ -3,7 +3,7 @@
 sources (hashed)          sources.py, demo.py
   -> catalog              documents.py, dedup.py, split.py, catalog.py: read, drop copies, hold out validation
   -> tokenizer            <storage>/tokenizers/<hash>/, trained on the training documents only
-  -> units -> blocks      units.py, tokenize.py: Ray Data, one task a block, <storage>/tokens/<hash>/{train,val}/
+  -> units -> blocks      units.py, tokenize.py: <storage>/tokens/<hash>/, one Ray task a block
   -> manifest.json        blocks.py, last: without it nothing was prepared
 """
 
@@ -36,9 +36,8 @@ from rayjob.corpus.units import Unit, plan_units
 
 logger = logging.getLogger(__name__)
 
-SMALL_CORPUS_BYTES = (
-    64 * 2**20
-)  # `check` trains the tokenizer up to here: seconds; more text fills any vocabulary
+# `check` trains the tokenizer for up to this much text, in seconds; more text fills any vocabulary.
+SMALL_CORPUS_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class PreparedCorpus:
 
 
 def find_prepared(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -> PreparedCorpus | None:
-    """The finished corpus for these settings and the sources as they are now, or None. Needs no Ray; costs stats."""
+    """The finished corpus for these settings and the sources as they are now, or None; without Ray, cheap."""
     try:
         inputs = tokenizer_inputs(data, tokenizer, find_sources(data, storage))
         tokenizer_folder = storage / "tokenizers" / digest(inputs)
@@ -216,7 +215,7 @@ def _size(stretches: Sequence[Stretch]) -> int:
 
 
 def _size_problems(catalog: Catalog, max_seq_len: int) -> list[str]:
-    """Sides that cannot fill one window whatever the tokenizer: no token is shorter than a byte, and one EOS a document."""
+    """Sides that cannot fill a window whatever the tokenizer: a token is a byte at least, or a document's EOS."""
     return [
         _too_short(split, f"at most {most} tokens", max_seq_len)
         for split, stretches in catalog.splits().items()
@@ -257,8 +256,8 @@ def _too_short(split: str, amount: str, max_seq_len: int) -> str:
     side = {"train": "training", "val": "validation"}[split]
     remedy = "add text or lower model.max_seq_len" + (" or raise data.val_fraction" if split == "val" else "")
     return (
-        f"The corpus is too small: its {side} part has {amount}, one window of model.max_seq_len={max_seq_len} needs "
-        f"{max_seq_len + 1}; {remedy}."
+        f"The corpus is too small: its {side} part has {amount}, one window of "
+        f"model.max_seq_len={max_seq_len} needs {max_seq_len + 1}; {remedy}."
     )
 
 

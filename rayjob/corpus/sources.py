@@ -1,8 +1,8 @@
 """Which files make up the corpus, in which order, under which names, with which hashes.
 
-A file's name is its path below the folder that all of `data.paths` have in common, with `/` between parts. The order
-of files, and so of documents, is the order of those names. Moving the whole corpus changes no name; renaming a file
-changes its document's id and maybe its place, so it counts as a change.
+A file's name is its path below the folder that all of `data.paths` have in common, with `/` between parts.
+The order of files, and so of documents, is the order of those names. Moving the whole corpus changes no name;
+renaming a file changes its document's id and maybe its place, so it counts as a change.
 """
 
 import glob
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl")
 FORMS = (
-    "Accepted with data.source=text: folders (searched for *.txt, *.txt.gz and *.jsonl), single files and globs; a text "
-    'file is one document, a line of .jsonl is one document, {"text": "..."}.'
+    "Accepted with data.source=text: folders (searched for *.txt, *.txt.gz and *.jsonl), files and globs; "
+    'a text file is one document, a line of .jsonl is one document, {"text": "..."}.'
 )
 
 
@@ -46,7 +46,8 @@ def find_sources(data: DataConfig, storage: Path) -> tuple[Source, ...]:
     """Every input file, by name. Hashes come from a cache while size and times of a file stay the same.
 
     Raises:
-        CorpusError: a path that leads nowhere, a file that cannot be read, or a source this version does not know.
+        CorpusError: a path that leads nowhere, a file that cannot be read, or a source this version does not
+        know.
     """
     if data.source == "demo":
         folder = demo.folder(storage)
@@ -111,7 +112,7 @@ def _hash_files(files: dict[str, str], cache_path: Path) -> tuple[Source, ...]:
 
 
 def _stamp_and_hash(path: str, cached: list[Any] | None) -> list[Any] | OSError:
-    """[bytes, mtime_ns, ctime_ns, sha256] of a file; the time of change also catches a set-back modification time."""
+    """[bytes, mtime_ns, ctime_ns, sha256] of a file; ctime also catches a modification time that was set back."""
     try:
         stat = os.stat(path)
         stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

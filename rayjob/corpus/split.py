@@ -1,17 +1,19 @@
 """Which documents are held out for validation.
 
-The corpus should give `val_fraction` of its bytes to validation, in whole documents, and a document's chance must not
-depend on its name or its place among the files:
+The corpus should give `val_fraction` of its bytes to validation, in whole documents, and a document's chance
+must not depend on its name or its place among the files:
 
-1. Documents that share passages form a group (`dedup.py`) and stay together. A group's rank is its smallest sha256.
-2. In the order of ranks, groups are held out until validation has its share. One that would bring it to more than
-   half above its share is passed over, so the longest book is never the one held out in a small corpus.
-3. If validation then has less than half of its share, the smallest group passed over is held out as well, unless
-   that is more than half of the corpus.
-4. If it still has less, the largest document is cut before white space and its tail is held out: a corpus of one book.
+1. Documents that share passages form a group (`dedup.py`) and stay together. A group's rank is its smallest
+   sha256.
+2. In the order of ranks, groups are held out until validation has its share. One that would bring it to more
+   than half above its share is passed over, so the longest book is never the one held out in a small corpus.
+3. If validation then has less than half of its share, the smallest group passed over is held out as well,
+   unless that is more than half of the corpus.
+4. If it still has less, the largest document is cut before white space and its tail is held out: a corpus of
+   one book.
 
-A book added later takes no document out of validation unless it ranks before it, and enters validation itself only by
-its own rank.
+A book added later takes no document out of validation unless it ranks before it, and enters validation itself
+only by its own rank.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ UNDERSHOOT = 0.5
 
 
 class Split(NamedTuple):
-    """Indices of the documents held out, and the document of which only a tail is, with that tail's size in bytes."""
+    """Indices of the documents held out; the document of which only a tail is, and that tail's size."""
 
     held_out: frozenset[int]
     cut_document: int | None
@@ -32,7 +34,7 @@ class Split(NamedTuple):
 def choose_validation(
     sha256s: Sequence[str], sizes_bytes: Sequence[int], groups: Sequence[Sequence[int]], val_fraction: float
 ) -> Split:
-    """Applies the rule above to documents given by content hash and size, grouped by `dedup.group_related`."""
+    """Applies the rule above to documents by content hash and size, grouped by `dedup.group_related`."""
     total = sum(sizes_bytes)
     target = val_fraction * total
     size_of = [sum(sizes_bytes[index] for index in group) for group in groups]

@@ -1,14 +1,15 @@
 """Ray Data over the units of work: each task writes its own block and returns only what the manifest needs.
 
-Every unit is one row of a data set with as many Ray blocks as units, so a unit is a task of its own. Tasks rather than
-actors: a pool of actors larger than the free CPUs waits for ever without a word. A task asks for half a CPU, so the
-work goes on even where one core is left. Results come in any order; a block's number was fixed before.
+Every unit is one row of a data set with as many Ray blocks as units, so a unit is a task of its own. Tasks
+rather than actors: a pool of actors larger than the free CPUs waits for ever without a word. A task asks for
+half a CPU, so the work goes on even where one core is left. Results come in any order; a block's number was
+fixed before.
 """
 
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,9 @@ def write_blocks(
     rows = ray.data.from_items(
         [{"unit": unit.to_json()} for unit in units], override_num_blocks=len(units)
     ).map(
-        _write_unit,
-        fn_args=(str(tokens_folder), str(tokenizer_folder)),
+        functools.partial(
+            _write_unit, tokens_folder=str(tokens_folder), tokenizer_folder=str(tokenizer_folder)
+        ),
         num_cpus=CPUS_PER_TASK,
         compute=ray.data.TaskPoolStrategy(size=max_tasks),
     )
@@ -107,7 +109,7 @@ def _read_text(document: Document, tokenizer_folder: str) -> str:
     return read_document(document, _load_tokenizer(tokenizer_folder).normalize)
 
 
-def _until_cancelled(rows: Iterator[Any], is_cancelled: Callable[[], bool]) -> Iterator[Any]:
+def _until_cancelled(rows: Iterable[Any], is_cancelled: Callable[[], bool]) -> Iterator[Any]:
     for row in rows:
         yield row
         if is_cancelled():

@@ -1,7 +1,7 @@
 """The units of work: which stretches of text make which numbered block.
 
-The plan is a pure function of the catalog, so blocks do not depend on how many tasks write them, and after a kill only
-the missing ones are written.
+The plan is a pure function of the catalog, so blocks do not depend on how many tasks write them, and after a
+kill only the missing ones are written.
 """
 
 import hashlib
