@@ -152,7 +152,7 @@ def connect() -> None:
     address = os.environ.get("RAY_ADDRESS")
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=True)
+        ray.init(address=address)
     except ConnectionError as error:
         raise ConfigError([f"RAY_ADDRESS={address} does not answer: start the head or unset it. ({error})"]) from error
     signal.signal(signal.SIGTERM, handler)  # Ray puts its own in its place

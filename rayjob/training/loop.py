@@ -52,7 +52,7 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     """Trains until the last step, a request to stop or the end of the budget; Ray Train calls it in every worker."""
     task: TrainTask = loop_config["task"]
     config, train = task.config, task.config.train
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    _hide_reports_of_ray()
     device = _set_up_device(dist.get_world_size())
     precision = torch.bfloat16 if train.precision == "bf16" else torch.float32
 
@@ -101,6 +101,12 @@ def train_loop(loop_config: dict[str, Any]) -> None:
             break
 
 
+def _hide_reports_of_ray() -> None:
+    """Keeps Ray Train's line about every report of every worker off the console; its warnings stay."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(lambda record: record.levelno >= logging.WARNING or "/ray/train/" not in record.pathname)
+
+
 def _set_up_device(n_workers: int) -> torch.device:
     device = ray.train.torch.get_device()
     if device.type == "cpu":
@@ -140,7 +146,7 @@ def _wrap(model: Llama, train: TrainConfig, device: torch.device) -> Distributed
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
+        forward_sync_buffers=False,
     )
 
 

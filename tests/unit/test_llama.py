@@ -12,21 +12,13 @@ from model.config import ModelConfig
 from model.llama import Llama, RMSNorm, RotaryTables
 
 # The reference's 12 query and 4 key/value heads, narrower.
-GROUPED = ModelConfig(
-    vocab_size=320, d_model=96, n_layers=3, n_heads=12, n_kv_heads=4, d_ff=256, max_seq_len=64
-)
-SMALL = ModelConfig(
-    vocab_size=4096, d_model=256, n_layers=4, n_heads=8, n_kv_heads=4, d_ff=704, max_seq_len=256
-)
+GROUPED = ModelConfig(vocab_size=320, d_model=96, n_layers=3, n_heads=12, n_kv_heads=4, d_ff=256, max_seq_len=64)
+SMALL = ModelConfig(vocab_size=4096, d_model=256, n_layers=4, n_heads=8, n_kv_heads=4, d_ff=704, max_seq_len=256)
 CONFIGS = {
     "grouped": GROUPED,
     "small": SMALL,
-    "multi_head": ModelConfig(
-        vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=4, d_ff=48, max_seq_len=32
-    ),
-    "multi_query": ModelConfig(
-        vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=1, d_ff=48, max_seq_len=32
-    ),
+    "multi_head": ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=4, d_ff=48, max_seq_len=32),
+    "multi_query": ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=1, d_ff=48, max_seq_len=32),
 }
 
 
@@ -124,9 +116,7 @@ def test_init_depends_on_the_seed_alone_and_leaves_the_global_generator() -> Non
     second.init_weights(7)
     other.init_weights(8)
     assert torch.equal(state, torch.get_rng_state())
-    for (name, a), b, c in zip(
-        first.named_parameters(), second.parameters(), other.parameters(), strict=True
-    ):
+    for (name, a), b, c in zip(first.named_parameters(), second.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c) == ("norm" in name)
 
@@ -169,9 +159,7 @@ def test_rows_of_a_batch_do_not_change_each_other() -> None:
 
 @pytest.mark.parametrize("route", ["made", "cast", "cast_and_back", "autocast", "made_on_meta"])
 def test_rotary_tables_are_exact_whatever_happens_to_the_model(route: str) -> None:
-    config = ModelConfig(
-        vocab_size=8, d_model=64, n_layers=1, n_heads=1, n_kv_heads=1, d_ff=8, max_seq_len=2048
-    )
+    config = ModelConfig(vocab_size=8, d_model=64, n_layers=1, n_heads=1, n_kv_heads=1, d_ff=8, max_seq_len=2048)
     with torch.device("meta" if route == "made_on_meta" else "cpu"):
         model = Llama(config)
     if route == "made_on_meta":

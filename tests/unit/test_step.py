@@ -38,7 +38,7 @@ def run_worker(rank: int, case: Case, port: int) -> dict[str, Any]:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.n_workers)
     model = Llama(CONFIG)
     model.init_weights(0)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
     reduced: list[int] = []
 
     def count(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -1,0 +1,222 @@
+"""Training on a real local Ray: real workers, real DDP over gloo, real MLflow store; only model and corpus are tiny."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from model.checkpoint import list_checkpoints, load_trainer_state
+from rayjob.training.metrics import MetricsRow, read_metrics
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+WORDS = "the old house stood by river and nobody knew who had lived there before war came again to valley".split()
+SETTINGS = """
+    data.source=text data.val_fraction=0.1 tokenizer.vocab_size=400
+    model.d_model=32 model.n_layers=2 model.n_heads=4 model.n_kv_heads=2 model.d_ff=64 model.max_seq_len=32
+    train.num_workers=2 train.use_gpu=false train.global_batch_size=16 train.micro_batch_size=2
+    train.precision=fp32 train.eval_interval=50 train.max_steps=150
+    optimizer.warmup_steps=5 optimizer.lr=1e-3 checkpoint.interval_steps=20 seed=7
+    failure.max_failures=3 tracking.tensorboard=true
+""".split()
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty small books of words in another order each."""
+    folder = tmp_path_factory.mktemp("books")
+    for book in range(20):
+        words = [WORDS[(i * (book + 3) + i // 7) % len(WORDS)] for i in range(900)]
+        (folder / f"book_{book:02d}.txt").write_text(" ".join(words).capitalize() + ".\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage")
+
+
+class Job:
+    """A run started through the command line, as a user does."""
+
+    def __init__(self, corpus: Path, storage: Path, run_name: str, *overrides: str) -> None:
+        self.run_folder = storage / "runs" / run_name
+        self._arguments = [
+            f"run_name={run_name}",
+            f"storage={storage}",
+            f"data.paths=[{corpus}]",
+            *SETTINGS,
+            *overrides,
+        ]
+        self.log = storage / f"{run_name}.log"
+
+    def start(self, command: str = "run") -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "rayjob", command, *self._arguments], cwd=REPOSITORY, stdout=log, stderr=log
+            )
+
+    def run(self, command: str = "run") -> int:
+        return self.start(command).wait(timeout=240)
+
+    def rows(self) -> list[MetricsRow]:
+        return list(read_metrics(self.run_folder))
+
+    def losses(self) -> list[str]:
+        return [repr(row.loss) for row in self.rows()]
+
+    def status(self) -> dict[str, Any]:
+        output = subprocess.run(
+            [sys.executable, "-m", "rayjob", "status", "--json", *self._arguments],
+            cwd=REPOSITORY,
+            capture_output=True,
+            check=True,
+        )
+        loaded: dict[str, Any] = json.loads(output.stdout)
+        return loaded
+
+    def wait_for_step(self, step: int, process: subprocess.Popen[bytes]) -> None:
+        wait_until(lambda: bool(self.rows()) and self.rows()[-1].step >= step, process, self.log)
+
+
+def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not is_true():
+        assert process.poll() is None, f"the job ended: {log.read_text()[-3000:]}"
+        assert time.monotonic() < deadline, f"nothing happened: {log.read_text()[-3000:]}"
+        time.sleep(0.02)
+
+
+def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The Ray Train worker processes of a driver's local Ray, by rank."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if "RayTrainWorker" in " ".join(child.cmdline()):
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return sorted(found, key=lambda child: child.pid)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, storage: Path) -> Job:
+    job = Job(corpus, storage, "undisturbed")
+    assert job.run() == 0, job.log.read_text()[-3000:]
+    return job
+
+
+def test_run_leaves_what_the_design_promises(undisturbed: Job) -> None:
+    folder, status = undisturbed.run_folder, undisturbed.status()
+    assert [row.step for row in undisturbed.rows()] == list(range(1, 151))
+    assert [row.step for row in undisturbed.rows() if row.val_loss is not None] == [50, 100, 150]
+    assert (folder / "config.yaml").exists()
+    assert sorted(path.name for path in (folder / "samples").iterdir()) == [
+        "step_00000050.txt",
+        "step_00000100.txt",
+        "step_00000150.txt",
+    ]
+    assert status["stage"] == "done"
+    assert status["step"] == status["max_steps"] == 150
+    assert status["restarts"] == 0
+    assert status["best_val_loss"] == min(row.val_loss for row in undisturbed.rows() if row.val_loss)
+    assert Path(status["latest_checkpoint"]).name == "step_00000150"
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    # The same windows in other batches and without DDP: only fp32 sums differ.
+    assert evaluation["val_loss"] == pytest.approx(status["best_val_loss"], rel=1e-5)
+
+
+def test_second_run_trains_nothing_again(undisturbed: Job) -> None:
+    before = (undisturbed.run_folder / "metrics.csv").read_bytes()
+    assert undisturbed.run() == 0
+    assert (undisturbed.run_folder / "metrics.csv").read_bytes() == before
+    assert undisturbed.status()["restarts"] == 0
+
+
+def test_mlflow_has_one_run_with_each_step_once(undisturbed: Job, storage: Path) -> None:
+    assert_tracked(undisturbed, storage)
+
+
+def assert_tracked(job: Job, storage: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{storage}/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("pretraining")
+    runs = client.search_runs([experiment.experiment_id], f"tags.mlflow.runName = '{job.run_folder.name}'")
+    assert [run.info.run_id for run in runs] == [job.status()["mlflow_run_id"]]
+    assert runs[0].info.status == "FINISHED"
+    assert runs[0].data.params["train.max_steps"] == "150"
+    history = client.get_metric_history(runs[0].info.run_id, "train/loss")
+    assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [
+        (row.step, row.loss) for row in job.rows()
+    ]
+    artifacts = {item.path for item in client.list_artifacts(runs[0].info.run_id)}
+    assert {"config.yaml", "samples", "checkpoints"} <= artifacts
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_worker_is_replaced_and_the_run_is_the_undisturbed_one(
+    undisturbed: Job, corpus: Path, storage: Path, rank: int
+) -> None:
+    job = Job(corpus, storage, f"killed-{rank}")
+    process = job.start()
+    job.wait_for_step(random.randint(25, 100), process)
+    workers_of(process)[rank].kill()
+    assert process.wait(timeout=240) == 0, job.log.read_text()[-3000:]
+    assert job.losses() == undisturbed.losses()
+    assert job.status()["restarts"] == 1
+    assert_tracked(job, storage)
+
+
+def test_sigterm_saves_and_exits_3_and_the_same_command_goes_on(undisturbed: Job, corpus: Path, storage: Path) -> None:
+    job = Job(corpus, storage, "stopped")
+    process = job.start()
+    job.wait_for_step(30, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 3, job.log.read_text()[-3000:]
+    stopped_at = job.rows()[-1].step
+    assert list_checkpoints(job.run_folder)[-1].name == f"step_{stopped_at:08d}"
+    assert job.status()["stage"] == "stopped"
+    assert job.run() == 0
+    assert job.losses() == undisturbed.losses()
+    assert f"resuming from {job.run_folder}/step_{stopped_at:08d}" in job.log.read_text()
+    assert_tracked(job, storage)
+
+
+def test_after_kill_of_everything_the_same_command_goes_on(undisturbed: Job, corpus: Path, storage: Path) -> None:
+    job = Job(corpus, storage, "vanished")
+    process = job.start()
+    job.wait_for_step(45, process)
+    for victim in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+        victim.kill()
+    process.wait()
+    assert job.run() == 0, job.log.read_text()[-3000:]
+    assert job.losses() == undisturbed.losses()
+    assert_tracked(job, storage)
+
+
+def test_final_state_equals_that_of_the_undisturbed_run(undisturbed: Job, storage: Path) -> None:
+    mine, _ = load_trainer_state(list_checkpoints(undisturbed.run_folder)[-1])
+    for name in ("killed-0", "killed-1", "stopped", "vanished"):
+        theirs, state = load_trainer_state(list_checkpoints(storage / "runs" / name)[-1])
+        assert state["step"] == 150
+        assert mine.keys() == theirs.keys()
+        assert all(mine[key].equal(theirs[key]) for key in mine)
+
+
+def test_second_driver_of_a_run_is_refused(corpus: Path, storage: Path) -> None:
+    job = Job(corpus, storage, "twice")
+    first = job.start()
+    job.wait_for_step(1, first)
+    assert job.start().wait(timeout=60) == 2
+    assert f"run twice is in use by process {first.pid}" in job.log.read_text()
+    assert first.wait(timeout=240) == 0
