@@ -34,7 +34,7 @@ def tokenizer_inputs(data: DataConfig, tokenizer: TokenizerConfig, sources: Sequ
         "text_column": data.text_column
         if any(source.name.endswith(".jsonl") for source in sources)
         else None,
-        "normalizer": normalizer.to_json(),
+        "normalizer": json.loads(normalizer.to_json()),
         "dedup": data.dedup,
         "val_fraction": data.val_fraction,
         "vocab_size": tokenizer.vocab_size,

@@ -10,6 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,6 @@ def write_blocks(
     """
     if not ray.is_initialized():
         raise RuntimeError("prepare needs Ray: call ray.init() first.")
-    ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.from_items(
         [{"unit": unit.to_json()} for unit in units], override_num_blocks=len(units)
     ).map(
@@ -64,11 +64,12 @@ def write_blocks(
     progress = _Progress(len(units), sum(unit.text_bytes for unit in units))
     blocks = {}
     try:
-        for row in _until_cancelled(rows.iter_rows(), is_cancelled):
-            split = row.pop("split")
-            block = Block(**row)
-            blocks[split, block.name] = block
-            progress.add(block)
+        with _quiet_ray_data():
+            for row in _until_cancelled(rows.iter_rows(), is_cancelled):
+                split = row.pop("split")
+                block = Block(**row)
+                blocks[split, block.name] = block
+                progress.add(block)
     except RayTaskError as error:
         if isinstance(error.cause, CorpusError):
             raise CorpusError(error.cause.problems) from None
@@ -107,6 +108,18 @@ def _load_tokenizer(folder: str) -> Tokenizer:
 @functools.lru_cache(maxsize=1)  # the units of one long document follow each other
 def _read_text(document: Document, tokenizer_folder: str) -> str:
     return read_document(document, _load_tokenizer(tokenizer_folder).normalize)
+
+
+@contextmanager
+def _quiet_ray_data() -> Iterator[None]:
+    """No progress bars beside our own lines, and a task's own error instead of Ray Data's wrapper around it."""
+    context = ray.data.DataContext.get_current()
+    before = context.enable_progress_bars, context.raise_original_map_exception
+    context.enable_progress_bars, context.raise_original_map_exception = False, True
+    try:
+        yield
+    finally:
+        context.enable_progress_bars, context.raise_original_map_exception = before
 
 
 def _until_cancelled(rows: Iterable[Any], is_cancelled: Callable[[], bool]) -> Iterator[Any]:
