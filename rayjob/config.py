@@ -86,7 +86,14 @@ class TrainConfig:
     def problems(self) -> list[str]:
         found = [
             f"train.{name}={value} must be at least 1."
-            for name in ("num_workers", "global_batch_size", "micro_batch_size", "epochs", "max_steps", "eval_interval")
+            for name in (
+                "num_workers",
+                "global_batch_size",
+                "micro_batch_size",
+                "epochs",
+                "max_steps",
+                "eval_interval",
+            )
             if (value := getattr(self, name)) is not None and value < 1
         ]
         if not found and self.global_batch_size % (per_round := self.micro_batch_size * self.num_workers):

@@ -33,12 +33,17 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
     known = dict(_leaf_types(JobConfig))
     for key in settings.keys() - known.keys():
         problems.append(_unknown_key(key, known))
-    values = {key: _convert(key, settings[key], known[key], problems) for key in settings.keys() & known.keys()}
+    values: dict[str, Any] = {}
+    for key in settings.keys() & known.keys():
+        try:
+            values[key] = _as_type(settings[key], known[key])
+        except (TypeError, ValueError, OverflowError):
+            problems.append(f"{key}={settings[key]!r} must be {_describe(known[key])}.")
+    # A key that cannot be read keeps its default, which breaks no rule, so that the other keys are judged too.
+    config = _resolve(_build(JobConfig(), values))
+    problems += config.problems()
     if problems:
         raise ConfigError(sorted(problems))
-    config = _resolve(_build(JobConfig(), values))
-    if found := config.problems():
-        raise ConfigError(found)
     return config
 
 
@@ -118,14 +123,6 @@ def _unknown_key(key: str, known: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     near = near or [by_last_part[part] for part in difflib.get_close_matches(key.rpartition(".")[2], by_last_part, n=1)]
     return f"{key} is not a configuration key" + (f": did you mean {near[0]}?" if near else ".")
-
-
-def _convert(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
-    try:
-        return _as_type(value, hint)
-    except (TypeError, ValueError, OverflowError):
-        problems.append(f"{key}={value!r} must be {_describe(hint)}.")
-        return None
 
 
 def _as_type(value: Any, hint: Any) -> Any:
