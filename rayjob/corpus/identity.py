@@ -5,12 +5,11 @@ leads to another folder. A file's date and place do not enter.
 """
 
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import sentencepiece
 
 from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer
@@ -31,15 +30,13 @@ def tokenizer_inputs(data: DataConfig, tokenizer: TokenizerConfig, sources: Sequ
     return {
         "format": FORMAT,
         "sources": [source.identity() for source in sources],
-        "text_column": data.text_column
-        if any(source.name.endswith(".jsonl") for source in sources)
-        else None,
+        "text_column": data.text_column if any(source.has_rows for source in sources) else None,
         "normalizer": json.loads(normalizer.to_json()),
         "dedup": data.dedup,
         "val_fraction": data.val_fraction,
         "vocab_size": tokenizer.vocab_size,
         "model_type": tokenizer.model_type,
-        "sentencepiece": sentencepiece.__version__,
+        "sentencepiece": importlib.metadata.version("sentencepiece"),
     }
 
 

@@ -197,12 +197,12 @@ def _ensure_blocks(
     missing = [unit for unit in units if (unit.split, unit.block_name) not in finished]
     if finished:
         logger.info("%d of %d blocks are there already", len(finished), len(units))
+    if missing and (tokens_folder / "manifest.json").exists():
+        names = ", ".join(f"{unit.split}/{unit.block_name}" for unit in missing)
+        logger.warning("%s: gone or damaged, written again: %s", tokens_folder, names)
     if missing:
         finished |= write_blocks(missing, tokens_folder, tokenizer_folder, is_cancelled=is_cancelled)
-    return {
-        split: [finished[unit.split, unit.block_name] for unit in units if unit.split == split]
-        for split in SPLITS
-    }
+    return {split: [finished[unit.split, unit.block_name] for unit in units if unit.split == split] for split in SPLITS}
 
 
 def _finished_blocks(units: Sequence[Unit], tokens_folder: Path) -> dict[tuple[str, str], Block]:

@@ -1,5 +1,6 @@
 """Real Ray Data on two CPUs and real files; nothing is faked."""
 
+import contextlib
 import hashlib
 import os
 import random
@@ -8,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,6 +26,7 @@ from rayjob.corpus.blocks import SPLITS, Manifest, token_stream
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared, prepare
 from rayjob.corpus.tokenize import write_blocks
+from rayjob.corpus.units import Unit
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -57,11 +61,11 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayjob.corpus.units.BLOCK_BYTES", BLOCK_BYTES)
 
 
-def config(path: Path, **changes: object) -> DataConfig:
-    return DataConfig(source="text", paths=(str(path),), val_fraction=0.2, **changes)  # type: ignore[arg-type]
+def config(path: Path, **changes: Any) -> DataConfig:
+    return DataConfig(source="text", paths=(str(path),), val_fraction=0.2, **changes)
 
 
-def run(path: Path, storage: Path, **changes: object) -> PreparedCorpus:
+def run(path: Path, storage: Path, **changes: Any) -> PreparedCorpus:
     return prepare(config(path, **changes), VOCAB, storage, MAX_SEQ_LEN)
 
 
@@ -217,9 +221,7 @@ def test_copies_that_are_kept_stand_on_one_side(tmp_path: Path, books: Path) -> 
         (books / f"copy_{seed}.txt").write_text(book(seed))
     prepared = run(books, tmp_path / "s", dedup=False)
     assert prepared.manifest.totals["rows_kept"] == 16
-    sides = [
-        set(bytes(tokens.tobytes()) for tokens in _documents_of(prepared, split)) for split in SPLITS
-    ]
+    sides = [set(bytes(tokens.tobytes()) for tokens in _documents_of(prepared, split)) for split in SPLITS]
     assert not sides[0] & sides[1]
 
 
@@ -243,9 +245,7 @@ def test_odd_files_are_counted_named_and_the_rest_is_used(tmp_path: Path, books:
     assert latin["invalid_bytes"] == 60
 
 
-def test_book_of_five_megabytes_on_one_line_is_lossless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_book_of_five_megabytes_on_one_line_is_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # blocks of their real size
     text = (book(1, 100_000).replace("\n", " ") + " zyzzyva " * 200) * 10
     text = text[:5_000_000]
@@ -269,9 +269,7 @@ def test_cancelled_run_goes_on_from_its_blocks(tmp_path: Path, books: Path) -> N
     assert digests(run(books, tmp_path / "s").tokens_folder) == expected
 
 
-def test_only_missing_blocks_are_written(
-    tmp_path: Path, books: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_missing_blocks_are_written(tmp_path: Path, books: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = run(books, tmp_path / "s")
     expected = digests(prepared.tokens_folder)
     (prepared.tokens_folder / "train" / "part-00002.parquet").unlink()
@@ -279,9 +277,9 @@ def test_only_missing_blocks_are_written(
     torn.write_bytes(torn.read_bytes()[:-100])
     written = []
 
-    def spy(units: list[object], *args: object, **kwargs: object) -> object:
-        written.extend(unit.block_name for unit in units)  # type: ignore[attr-defined]
-        return write_blocks(units, *args, **kwargs)  # type: ignore[arg-type]
+    def spy(units: Sequence[Unit], *args: Any, **kwargs: Any) -> Any:
+        written.extend(unit.block_name for unit in units)
+        return write_blocks(units, *args, **kwargs)
 
     monkeypatch.setattr("rayjob.corpus.prepare.write_blocks", spy)
     run(books, tmp_path / "s")
@@ -302,12 +300,26 @@ def test_foreign_and_orphan_files_are_never_read(tmp_path: Path, books: Path) ->
     assert again.manifest == prepared.manifest
 
 
+def test_two_prepares_at_once_do_the_work_once(tmp_path: Path, books: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return write_blocks(*args, **kwargs)
+
+    monkeypatch.setattr("rayjob.corpus.prepare.write_blocks", spy)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: run(books, tmp_path / "s"), range(2))
+    assert one == other
+    assert len(calls) == 1
+
+
 def test_source_that_changes_during_the_work_is_named(
     tmp_path: Path, books: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def meddle(*args: object, **kwargs: object) -> object:
+    def meddle(*args: Any, **kwargs: Any) -> Any:
         (books / "book_0.txt").write_text(book(100))
-        return write_blocks(*args, **kwargs)  # type: ignore[arg-type]
+        return write_blocks(*args, **kwargs)
 
     monkeypatch.setattr("rayjob.corpus.prepare.write_blocks", meddle)
     with pytest.raises(CorpusError, match="book_0.txt changed while it was being prepared"):
@@ -360,11 +372,13 @@ def test_killed_task_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def kill_one_task(killed: list[int]) -> bool:
-    for process in psutil.process_iter(["cmdline"]):
-        if process.info["cmdline"] and process.info["cmdline"][0].startswith("ray::Map(_write_unit)"):
-            process.kill()
-            killed.append(process.pid)
-            return True
+    """Only workers of this session's Ray, which are descendants of this process."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "".join(process.cmdline()).startswith("ray::Map(_write_unit)"):
+                process.kill()
+                killed.append(process.pid)
+                return True
     return False
 
 

@@ -5,9 +5,7 @@ import pytest
 from rayjob.corpus.atomic import new_folder, remove_temporary, temporary_path, write_atomically
 
 
-def test_failed_write_leaves_the_old_content_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_the_old_content_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_atomically(path, b"old")
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
@@ -27,9 +25,13 @@ def test_folder_appears_only_when_it_is_filled(tmp_path: Path) -> None:
 
 
 def test_failed_folder_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="full"), new_folder(tmp_path / "folder") as fresh:
-        (fresh / "file").write_text("x")
-        raise OSError("full")
+    def fail() -> None:
+        with new_folder(tmp_path / "folder") as fresh:
+            (fresh / "file").write_text("x")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 

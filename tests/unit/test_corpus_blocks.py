@@ -32,9 +32,7 @@ def write(path: Path, rows: list[Row] = ROWS, unit_hash: str = "unit") -> Block:
 def tokens_folder(tmp_path: Path) -> Path:
     train = [write(tmp_path / "train" / f"part-{number:05d}.parquet", ROWS[number:]) for number in range(3)]
     val = [write(tmp_path / "val" / "part-00000.parquet")]
-    sides = [
-        SplitTotals(1, sum(block.tokens for block in blocks), 11, "sha", blocks) for blocks in (train, val)
-    ]
+    sides = [SplitTotals(1, sum(block.tokens for block in blocks), 11, "sha", blocks) for blocks in (train, val)]
     inputs = {"sources": [], "val_fraction": 0.1}
     Manifest("hash", inputs, "tokenizer", "uint16", [], *sides, {"rows_in": 2}, ["naïve"]).save(tmp_path)
     return tmp_path

