@@ -127,7 +127,7 @@ def _download(downloads: Path) -> Path:
         "--only-binary=:all:",
         "--require-hashes",
     ]
-    command += ["--no-input", "--disable-pip-version-check", "--no-cache-dir", "--retries=1", "--timeout=10"]
+    command += ["--no-input", "--disable-pip-version-check", "--no-cache-dir", "--retries=1", "--timeout=8"]
     command += ["--dest", str(downloads), "--requirement", str(PIN)]
     try:
         pip = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

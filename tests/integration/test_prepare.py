@@ -169,16 +169,16 @@ def test_real_change_gives_another_manifest(
     if change == "append":
         with (books / "book_3.txt").open("a") as file:
             file.write("One more sentence.")
-        reason = "book_3.txt changed"
+        reason = "changed: book_3.txt"
     elif change == "add":
         (books / "extra.txt").write_text(book(99))
-        reason = "extra.txt is new"
+        reason = "new: extra.txt"
     elif change == "remove":
         (books / "book_3.txt").unlink()
-        reason = "book_3.txt is gone"
+        reason = "gone: book_3.txt"
     elif change == "rename":
         (books / "book_3.txt").rename(books / "renamed.txt")
-        reason = "renamed.txt is new"
+        reason = "new: renamed.txt"
     elif change == "vocabulary":
         tokenizer, reason = TokenizerConfig(vocab_size=350), "vocab_size 400 -> 350"
     else:
@@ -382,7 +382,7 @@ def kill_one_task(killed: list[int]) -> bool:
     return False
 
 
-def await_true(condition: Callable[[], bool], seconds: float = 60) -> None:
+def await_true(condition: Callable[[], bool], seconds: float = 200) -> None:
     end_s = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end_s, "waited too long"
