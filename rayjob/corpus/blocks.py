@@ -49,6 +49,7 @@ class Block:
 class SplitTotals:
     """One side of the split.
 
+    `documents` counts one that was cut between the sides on both;
     `bytes` is the size of its normalised text in UTF-8; `documents_sha256` covers the contents of its
     documents whatever the tokenizer, so that equal values mean comparable losses per byte.
     """
@@ -101,13 +102,9 @@ class Manifest:
             sides = {split: _load_totals(fields[split]) for split in SPLITS}
             return cls(**{**fields, **sides})
         except FileNotFoundError:
-            raise BlocksError(
-                f"{path} does not exist: the blocks are not finished, run prepare again."
-            ) from None
+            raise BlocksError(f"{path} does not exist: the blocks are not finished, run prepare again.") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise BlocksError(
-                f"{path} is not a manifest ({error!r}): delete it and run prepare again."
-            ) from None
+            raise BlocksError(f"{path} is not a manifest ({error!r}): delete it and run prepare again.") from None
 
     def split(self, name: str) -> SplitTotals:
         return {"train": self.train, "val": self.val}[name]
@@ -129,9 +126,7 @@ def write_block(path: Path, rows: Sequence[Row], *, unit_hash: str, text_bytes: 
     table = pa.table([pa.array([row.doc_id for row in rows], pa.string()), lists], schema=schema)
     buffer = io.BytesIO()
     # Dictionary and statistics cost space and time and serve queries that nobody makes here.
-    pq.write_table(
-        table, buffer, compression="zstd", compression_level=1, use_dictionary=False, write_statistics=False
-    )
+    pq.write_table(table, buffer, compression="zstd", compression_level=1, use_dictionary=False, write_statistics=False)
     content = buffer.getvalue()
     write_atomically(path, content)
     return _describe(path.name, content, len(rows), len(tokens), text_bytes)

@@ -71,9 +71,7 @@ class Catalog:
         return {"train": self.train, "val": self.val}
 
 
-@functools.lru_cache(
-    maxsize=1
-)  # `check` and `prepare` of one job need the same one; sources carry their hashes
+@functools.lru_cache(maxsize=1)  # `check` and `prepare` of one job need the same one; sources carry their hashes
 def build_catalog(sources: tuple[Source, ...], settings: CatalogSettings) -> Catalog:
     """Reads every source once, drops empty documents and copies, and splits the rest.
 

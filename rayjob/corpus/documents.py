@@ -12,12 +12,13 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import IO, NamedTuple, cast
 
 from model.normalizer import Normalizer
 from rayjob.corpus.errors import CorpusError
-from rayjob.corpus.sources import Source
+from rayjob.corpus.sources import Source, is_packed
 
 # At most 1 MiB of UTF-8, so that a block fills up well whatever the length of its documents.
 PIECE_CHARS = 2**18
@@ -82,10 +83,10 @@ def scan_source(source: Source, normalizer: Normalizer, text_column: str) -> Ite
     """Reads one file and yields its documents in order; the file is in memory, one at a time.
 
     Raises:
-        CorpusError: the file is not what its suffix says.
+        CorpusError: the file is not what its suffix says, or changed since it was hashed.
     """
-    content = read_content(source.path)
-    if not source.name.endswith(".jsonl"):
+    content = _read_source(source)
+    if not source.has_rows:
         text, invalid = decode_bytes(content)
         yield _describe(source.name, source.path, (0, len(content)), None, normalizer(text), invalid)
         return
@@ -105,33 +106,17 @@ def read_document(document: Document, normalizer: Normalizer) -> str:
     Raises:
         CorpusError: the file is gone or its text is no longer the one that was scanned.
     """
-    content = read_content(document.path, document.first_byte, document.end_byte)
+    with _reading(document.path), _open(document.path) as file:
+        file.seek(document.first_byte)
+        content = file.read(document.end_byte - document.first_byte)
     if document.field is None:
         text, _ = decode_bytes(content)
     else:
         text, _ = _parse_line(content, document.field, document.doc_id)
     text = normalizer(text)
     if hashlib.sha256(text.encode()).hexdigest() != document.sha256:
-        raise CorpusError(
-            [f"{document.path} changed while it was being prepared: run the same command again."]
-        )
+        raise _changed(document.path)
     return text
-
-
-def read_content(path: str, first_byte: int = 0, end_byte: int | None = None) -> bytes:
-    """Bytes [first_byte, end_byte) of a file, of the unpacked content for .gz.
-
-    Raises:
-        CorpusError: the file cannot be read, or is not gzip data though it is named so.
-    """
-    try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            file.seek(first_byte)
-            return file.read(-1 if end_byte is None else end_byte - first_byte)
-    except (OSError, EOFError, zlib.error) as error:
-        raise CorpusError(
-            [f"{path} cannot be read ({error}); every node must see it under this path."]
-        ) from None
 
 
 def cut_pieces(text: str, start: int = 0, stop: int | None = None) -> tuple[Piece, ...]:
@@ -158,6 +143,32 @@ def find_cut(text: str, start: int, stop: int) -> int:
     return stop
 
 
+def _read_source(source: Source) -> bytes:
+    """The whole content of a file, unpacked, if it still is the file that was hashed."""
+    with _reading(source.path):
+        with open(source.path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != source.sha256:
+                raise _changed(source.path)
+        with _open(source.path) as content:
+            return content.read()
+
+
+def _open(path: str) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if is_packed(path) else open(path, "rb")
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        raise CorpusError([f"{path} cannot be read ({error}); every node must see it under this path."]) from None
+
+
+def _changed(path: str) -> CorpusError:
+    return CorpusError([f"{path} changed while it was being prepared: run the same command again."])
+
+
 def _parse_line(line: bytes, field: str, where: str) -> tuple[str, int]:
     text, invalid = decode_bytes(line)
     try:
@@ -166,9 +177,7 @@ def _parse_line(line: bytes, field: str, where: str) -> tuple[str, int]:
         raise CorpusError([f"{where} is not a JSON object ({error})."]) from None
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, str):
-        raise CorpusError(
-            [f'{where} has no text under "{field}": expected {{"{field}": "..."}} (data.text_column).']
-        )
+        raise CorpusError([f'{where} has no text under "{field}": expected {{"{field}": "..."}} (data.text_column).'])
     return value, invalid
 
 

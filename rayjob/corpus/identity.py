@@ -4,13 +4,13 @@ A folder is named by the hash of its inputs, so changed text, cleaning or tokeni
 leads to another folder. A file's date and place do not enter.
 """
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import sentencepiece
 
 from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer
@@ -22,6 +22,8 @@ from rayjob.corpus.units import BLOCK_BYTES
 
 FORMAT = 1  # raise it when the rules for cleaning, copies, the split or the blocks change
 
+NAMED_SOURCES = 5  # sources written out when inputs changed; the rest are counted
+
 Inputs = dict[str, Any]
 
 
@@ -31,15 +33,13 @@ def tokenizer_inputs(data: DataConfig, tokenizer: TokenizerConfig, sources: Sequ
     return {
         "format": FORMAT,
         "sources": [source.identity() for source in sources],
-        "text_column": data.text_column
-        if any(source.name.endswith(".jsonl") for source in sources)
-        else None,
-        "normalizer": normalizer.to_json(),
+        "text_column": data.text_column if any(source.has_rows for source in sources) else None,
+        "normalizer": json.loads(normalizer.to_json()),
         "dedup": data.dedup,
         "val_fraction": data.val_fraction,
         "vocab_size": tokenizer.vocab_size,
         "model_type": tokenizer.model_type,
-        "sentencepiece": sentencepiece.__version__,
+        "sentencepiece": importlib.metadata.version("sentencepiece"),
     }
 
 
@@ -54,29 +54,39 @@ def digest(inputs: Inputs) -> str:
 
 
 def explain_rebuild(storage: Path, inputs: Inputs) -> list[str]:
-    """How `inputs` differ from those of the newest blocks on storage; empty when there are none."""
-    manifests = sorted((storage / "tokens").glob("*/manifest.json"), key=lambda path: path.stat().st_mtime_ns)
-    if not manifests:
+    """How `inputs` differ from those of the blocks on storage that have most sources in common with them.
+
+    Empty when no blocks have any.
+    """
+    names = {source["name"] for source in inputs["sources"]}
+    candidates = []
+    for path in sorted((storage / "tokens").glob("*/manifest.json")):
+        with contextlib.suppress(BlocksError):  # a damaged manifest explains nothing, and nobody reads its blocks
+            old = Manifest.load(path.parent).inputs
+            common = names & {source["name"] for source in old["sources"]}
+            candidates.append((len(common), path.stat().st_mtime_ns, path.parent, old))
+    if not candidates or not max(candidate[0] for candidate in candidates):
         return []
-    folder = manifests[-1].parent
-    try:
-        old = Manifest.load(folder).inputs
-    except BlocksError as error:
-        return [str(error)]
-    changes = _changed_sources(old.get("sources", []), inputs["sources"])
+    _, _, folder, old = max(candidates, key=lambda candidate: candidate[:2])
+    changes = _changed_sources(old["sources"], inputs["sources"])
     changes += [
-        f"{key} {old.get(key)} -> {value}"
-        for key, value in inputs.items()
-        if key != "sources" and old.get(key) != value
+        f"{key} {old.get(key)} -> {new}" for key, new in inputs.items() if key != "sources" and old.get(key) != new
     ]
-    return [f"{folder} holds tokens of other inputs: {change}" for change in changes]
+    return [f"{folder} does not fit: {change}" for change in changes]
 
 
 def _changed_sources(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
     before = {source["name"]: source["sha256"] for source in old}
     after = {source["name"]: source["sha256"] for source in new}
     return [
-        *(f"{name} is new" for name in after if name not in before),
-        *(f"{name} is gone" for name in before if name not in after),
-        *(f"{name} changed" for name in after if before.get(name, after[name]) != after[name]),
+        *_name([name for name in after if name not in before], "new"),
+        *_name([name for name in before if name not in after], "gone"),
+        *_name([name for name in after if before.get(name, after[name]) != after[name]], "changed"),
     ]
+
+
+def _name(sources: list[str], what: str) -> list[str]:
+    if not sources:
+        return []
+    more = f" and {len(sources) - NAMED_SOURCES} more" if len(sources) > NAMED_SOURCES else ""
+    return [f"{what}: {', '.join(sources[:NAMED_SOURCES])}{more}"]

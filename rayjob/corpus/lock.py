@@ -45,9 +45,7 @@ def _acquire(file: TextIO, is_cancelled: Callable[[], bool]) -> None:
     while not _try_acquire(file):
         if not is_named:
             file.seek(0)
-            logger.warning(
-                "%s is preparing this storage: waiting for it to end.", file.read() or "another process"
-            )
+            logger.warning("%s is preparing this storage: waiting for it to end.", file.read() or "another process")
             is_named = True
         if is_cancelled():
             raise PrepareCancelled("Stopped while waiting for another prepare on the same storage.")

@@ -16,8 +16,7 @@ def build_manifest(
     stretches = catalog.splits()
     sides = {split: _totals(stretches[split], blocks[split]) for split in SPLITS}
     described = [
-        {**source.identity(), **facts._asdict()}
-        for source, facts in zip(sources, catalog.source_facts, strict=True)
+        {**source.identity(), **facts._asdict()} for source, facts in zip(sources, catalog.source_facts, strict=True)
     ]
     totals = {
         "rows_in": catalog.rows_in,
@@ -43,9 +42,7 @@ def build_manifest(
 
 
 def _totals(stretches: Sequence[Stretch], blocks: list[Block]) -> SplitTotals:
-    texts = sorted(
-        f"{stretch.document.sha256} {stretch.pieces[0].start} {stretch.bytes}" for stretch in stretches
-    )
+    texts = sorted(f"{stretch.document.sha256} {stretch.pieces[0].start} {stretch.bytes}" for stretch in stretches)
     return SplitTotals(
         documents=len(stretches),
         tokens=sum(block.tokens for block in blocks),

@@ -7,8 +7,9 @@ sources (hashed)          sources.py, demo.py
   -> manifest.json        blocks.py, last: without it nothing was prepared
 """
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from rayjob.corpus.blocks import (
 )
 from rayjob.corpus.catalog import Catalog, CatalogSettings, Stretch, build_catalog, read_texts
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
-from rayjob.corpus.identity import Inputs, digest, explain_rebuild, tokenizer_inputs, tokens_inputs
+from rayjob.corpus.identity import digest, explain_rebuild, tokenizer_inputs, tokens_inputs
 from rayjob.corpus.lock import prepare_lock
 from rayjob.corpus.manifest import build_manifest
 from rayjob.corpus.sources import Source, find_sources
@@ -56,10 +57,11 @@ def find_prepared(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -
         tokenizer_folder = storage / "tokenizers" / digest(inputs)
         if not tokenizer_folder.is_dir():
             return None
-        tokens_folder = _tokens_folder(storage, inputs, tokenizer_folder)
+        inputs = tokens_inputs(inputs, _load_tokenizer(tokenizer_folder))
+        tokens_folder = storage / "tokens" / digest(inputs)
         manifest = Manifest.load(tokens_folder)
     except (CorpusError, BlocksError):
-        return None
+        return None  # whoever needs the corpus then meets the same error in `check` or `prepare`
     if missing_blocks(tokens_folder, manifest):
         return None
     return PreparedCorpus(tokenizer_folder, tokens_folder, manifest)
@@ -79,7 +81,7 @@ def check(data: DataConfig, tokenizer: TokenizerConfig, storage: Path, max_seq_l
         problems = _size_problems(catalog, max_seq_len)
         if not problems and _size(catalog.train) <= SMALL_CORPUS_BYTES:
             folder = _ensure_tokenizer(data, tokenizer, storage, sources, catalog)
-            problems = _short_problems(data, catalog, Tokenizer.load(folder), max_seq_len)
+            problems = _short_problems(data, catalog, _load_tokenizer(folder), max_seq_len)
     except CorpusError as error:
         return error.problems
     return problems
@@ -132,7 +134,7 @@ def _prepare_locked(
     _stop_if(is_cancelled, "before training the tokenizer")
     tokenizer_folder = _ensure_tokenizer(data, tokenizer, storage, sources, catalog)
     _stop_if(is_cancelled, "before tokenizing")
-    inputs = tokens_inputs(tokenizer_inputs(data, tokenizer, sources), Tokenizer.load(tokenizer_folder))
+    inputs = tokens_inputs(tokenizer_inputs(data, tokenizer, sources), _load_tokenizer(tokenizer_folder))
     tokens_folder = storage / "tokens" / digest(inputs)
     for reason in explain_rebuild(storage, inputs):
         logger.info("%s", reason)
@@ -172,13 +174,18 @@ def _ensure_tokenizer(
                 f"({_size(catalog.train):,} bytes of training text): the largest possible is {error.largest}."
             ]
         ) from None
+    except ValueError as error:  # too few pieces for the characters of the text, or nothing but white space
+        raise CorpusError([str(error)]) from error
     with new_folder(folder) as fresh:
         Tokenizer(model, settings.normalizer).save(fresh)
     return folder
 
 
-def _tokens_folder(storage: Path, inputs: Inputs, tokenizer_folder: Path) -> Path:
-    return storage / "tokens" / digest(tokens_inputs(inputs, Tokenizer.load(tokenizer_folder)))
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    try:
+        return Tokenizer.load(folder)
+    except ValueError as error:
+        raise CorpusError([f"{error} Delete {folder}, then it is made anew."]) from error
 
 
 def _ensure_blocks(
@@ -190,12 +197,12 @@ def _ensure_blocks(
     missing = [unit for unit in units if (unit.split, unit.block_name) not in finished]
     if finished:
         logger.info("%d of %d blocks are there already", len(finished), len(units))
+    if missing and (tokens_folder / "manifest.json").exists():
+        names = ", ".join(f"{unit.split}/{unit.block_name}" for unit in missing)
+        logger.warning("%s: gone or damaged, written again: %s", tokens_folder, names)
     if missing:
         finished |= write_blocks(missing, tokens_folder, tokenizer_folder, is_cancelled=is_cancelled)
-    return {
-        split: [finished[unit.split, unit.block_name] for unit in units if unit.split == split]
-        for split in SPLITS
-    }
+    return {split: [finished[unit.split, unit.block_name] for unit in units if unit.split == split] for split in SPLITS}
 
 
 def _finished_blocks(units: Sequence[Unit], tokens_folder: Path) -> dict[tuple[str, str], Block]:
@@ -228,8 +235,9 @@ def _short_problems(data: DataConfig, catalog: Catalog, tokenizer: Tokenizer, ma
     problems = []
     for split, stretches in catalog.splits().items():
         tokens = 0
-        for piece in _small_pieces(stretches, _settings(data)):
-            tokens += len(tokenizer.encode(piece))
+        texts = read_texts(stretches, _settings(data))
+        for tokens_of_piece in itertools.chain.from_iterable(map(tokenizer.encode_pieces, texts)):
+            tokens += len(tokens_of_piece)
             if tokens > max_seq_len:
                 break
         else:
@@ -237,11 +245,6 @@ def _short_problems(data: DataConfig, catalog: Catalog, tokenizer: Tokenizer, ma
             if tokens <= max_seq_len:
                 problems.append(_too_short(split, f"{tokens} tokens", max_seq_len))
     return problems
-
-
-def _small_pieces(stretches: Sequence[Stretch], settings: CatalogSettings) -> Iterator[str]:
-    for text in read_texts(stretches, settings):
-        yield from (text[start : start + 10_000] for start in range(0, len(text), 10_000))
 
 
 def _window_problems(manifest: Manifest, max_seq_len: int) -> list[str]:
@@ -270,7 +273,7 @@ def _log_prepared(prepared: PreparedCorpus) -> None:
     for split in SPLITS:
         totals = prepared.manifest.split(split)
         logger.info(
-            "%s: %d documents, %.1f MB, %s tokens in %d blocks",
+            "%s: documents %d, %.1f MB, %s tokens in %d blocks",
             prepared.tokens_folder / split,
             totals.documents,
             totals.bytes / 1e6,

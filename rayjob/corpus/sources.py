@@ -22,6 +22,7 @@ from rayjob.corpus.errors import CorpusError
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl")
+UNFIT = {".parquet": "use data.source=parquet for it", ".jsonl.gz": "unpack it first"}
 FORMS = (
     "Accepted with data.source=text: folders (searched for *.txt, *.txt.gz and *.jsonl), files and globs; "
     'a text file is one document, a line of .jsonl is one document, {"text": "..."}.'
@@ -37,9 +38,19 @@ class Source:
     bytes: int
     sha256: str
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether each line is a document, rather than the file."""
+        return self.name.lower().endswith(".jsonl")
+
     def identity(self) -> dict[str, Any]:
         """What the hash of the corpus covers: not where the file lies."""
         return {"name": self.name, "bytes": self.bytes, "sha256": self.sha256}
+
+
+def is_packed(path: str) -> bool:
+    """Whether a file is read through gzip."""
+    return path.lower().endswith(".gz")
 
 
 def find_sources(data: DataConfig, storage: Path) -> tuple[Source, ...]:
@@ -51,13 +62,9 @@ def find_sources(data: DataConfig, storage: Path) -> tuple[Source, ...]:
     """
     if data.source == "demo":
         folder = demo.folder(storage)
-        return tuple(
-            Source(text.name, str(folder / text.name), text.bytes, text.sha256) for text in demo.TEXTS
-        )
+        return tuple(Source(text.name, str(folder / text.name), text.bytes, text.sha256) for text in demo.TEXTS)
     if data.source != "text":
-        raise CorpusError(
-            [f"data.source={data.source} is not supported by this version: use demo or text. {FORMS}"]
-        )
+        raise CorpusError([f"data.source={data.source} is not supported by this version: use demo or text. {FORMS}"])
     return _hash_files(_name_files(data.paths), storage / "sources" / "hashes.json")
 
 
@@ -71,8 +78,12 @@ def _name_files(paths: tuple[str, ...]) -> dict[str, str]:
     ]
     if problems or not found:
         raise CorpusError(problems or [f"data.paths is empty. {FORMS}"])
+    files = [file for _, files in found for file in files]
+    problems = [f"data.paths: {file} is no text file: {way}." for file in files if (way := _way_for_unfit(file))]
+    if problems:
+        raise CorpusError(problems)
     root = os.path.commonpath([folder for folder, _ in found])
-    named = {Path(os.path.relpath(file, root)).as_posix(): file for _, files in found for file in files}
+    named = {Path(os.path.relpath(file, root)).as_posix(): file for file in files}
     return dict(sorted(named.items()))
 
 
@@ -80,7 +91,7 @@ def _expand(path: str) -> tuple[str, list[str]]:
     """The folder that names are relative to, and the files that one entry of `data.paths` stands for."""
     if os.path.isdir(path):
         everything = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-        return path, [file for file in everything if file.endswith(SUFFIXES) and os.path.isfile(file)]
+        return path, [file for file in everything if file.lower().endswith(SUFFIXES) and os.path.isfile(file)]
     if os.path.exists(path):
         return os.path.dirname(path), [path]
     fixed = path
@@ -89,20 +100,20 @@ def _expand(path: str) -> tuple[str, list[str]]:
     return fixed, [file for file in glob.glob(path, recursive=True) if os.path.isfile(file)]
 
 
+def _way_for_unfit(file: str) -> str | None:
+    return next((way for suffix, way in UNFIT.items() if file.lower().endswith(suffix)), None)
+
+
 def _why_empty(path: str) -> str:
     if os.path.isdir(os.path.expanduser(path)):
         return "holds no text files"
-    return (
-        "matches no file" if glob.has_magic(path) else f"does not exist (looked for {os.path.abspath(path)})"
-    )
+    return "matches no file" if glob.has_magic(path) else f"does not exist (looked for {os.path.abspath(path)})"
 
 
 def _hash_files(files: dict[str, str], cache_path: Path) -> tuple[Source, ...]:
     cache = _read_cache(cache_path)
     known = {path: _stamp_and_hash(path, cache.get(path)) for path in files.values()}
-    unreadable = [
-        f"{path} cannot be read: {entry}." for path, entry in known.items() if isinstance(entry, OSError)
-    ]
+    unreadable = [f"{path} cannot be read: {entry}." for path, entry in known.items() if isinstance(entry, OSError)]
     if unreadable:
         raise CorpusError(unreadable)
     entries = {path: entry for path, entry in known.items() if not isinstance(entry, OSError)}

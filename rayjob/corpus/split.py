@@ -49,9 +49,7 @@ def choose_validation(
     held_out = frozenset(index for number in chosen for index in groups[number])
     if held_bytes >= UNDERSHOOT * target:
         return Split(held_out, None, 0)
-    largest = max(
-        (index for index in range(len(sizes_bytes)) if index not in held_out), key=sizes_bytes.__getitem__
-    )
+    largest = max((index for index in range(len(sizes_bytes)) if index not in held_out), key=sizes_bytes.__getitem__)
     return Split(held_out, largest, round(target - held_bytes))
 
 

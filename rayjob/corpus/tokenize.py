@@ -10,6 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,29 +52,34 @@ def write_blocks(
     """
     if not ray.is_initialized():
         raise RuntimeError("prepare needs Ray: call ray.init() first.")
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    rows = ray.data.from_items(
-        [{"unit": unit.to_json()} for unit in units], override_num_blocks=len(units)
-    ).map(
-        functools.partial(
-            _write_unit, tokens_folder=str(tokens_folder), tokenizer_folder=str(tokenizer_folder)
-        ),
-        num_cpus=CPUS_PER_TASK,
-        compute=ray.data.TaskPoolStrategy(size=max_tasks),
-    )
     progress = _Progress(len(units), sum(unit.text_bytes for unit in units))
+    write_unit = functools.partial(
+        _write_unit, tokens_folder=str(tokens_folder), tokenizer_folder=str(tokenizer_folder)
+    )
     blocks = {}
     try:
-        for row in _until_cancelled(rows.iter_rows(), is_cancelled):
-            split = row.pop("split")
-            block = Block(**row)
-            blocks[split, block.name] = block
-            progress.add(block)
+        with _quiet_ray_data():
+            for row in _until_cancelled(_map_units(units, write_unit, max_tasks), is_cancelled):
+                split = row.pop("split")
+                block = Block(**row)
+                blocks[split, block.name] = block
+                progress.add(block)
     except RayTaskError as error:
         if isinstance(error.cause, CorpusError):
             raise CorpusError(error.cause.problems) from None
         raise
     return blocks
+
+
+def _map_units(
+    units: Sequence[Unit], write_unit: Callable[[dict[str, Any]], dict[str, Any]], max_tasks: int | None
+) -> Iterable[dict[str, Any]]:
+    items = [{"unit": unit.to_json()} for unit in units]
+    return (
+        ray.data.from_items(items, override_num_blocks=len(items))
+        .map(write_unit, num_cpus=CPUS_PER_TASK, compute=ray.data.TaskPoolStrategy(size=max_tasks))
+        .iter_rows()
+    )
 
 
 def encode_unit(unit: Unit, tokenizer: Tokenizer, read: Callable[[Document], str]) -> list[Row]:
@@ -106,16 +112,29 @@ def _load_tokenizer(folder: str) -> Tokenizer:
 
 @functools.lru_cache(maxsize=1)  # the units of one long document follow each other
 def _read_text(document: Document, tokenizer_folder: str) -> str:
-    return read_document(document, _load_tokenizer(tokenizer_folder).normalize)
+    return read_document(document, _load_tokenizer(tokenizer_folder).normalizer)
+
+
+@contextmanager
+def _quiet_ray_data() -> Iterator[None]:
+    """No progress bars beside our own lines, and a task's own error instead of Ray Data's wrapper around it.
+
+    A data set keeps the settings that it was made with, so it must be made inside.
+    """
+    context = ray.data.DataContext.get_current()
+    before = context.enable_progress_bars, context.raise_original_map_exception
+    context.enable_progress_bars, context.raise_original_map_exception = False, True
+    try:
+        yield
+    finally:
+        context.enable_progress_bars, context.raise_original_map_exception = before
 
 
 def _until_cancelled(rows: Iterable[Any], is_cancelled: Callable[[], bool]) -> Iterator[Any]:
     for row in rows:
         yield row
         if is_cancelled():
-            raise PrepareCancelled(
-                "Stopped while tokenizing; finished blocks stay, run the same command again."
-            )
+            raise PrepareCancelled("Stopped while tokenizing; finished blocks stay, run the same command again.")
 
 
 class _Progress:

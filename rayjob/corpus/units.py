@@ -60,8 +60,7 @@ class Unit:
     def from_json(cls, data: str) -> "Unit":
         fields = json.loads(data)
         spans = [
-            Span(**{**span, "document": Document(**{**span["document"], "pieces": ()})})
-            for span in fields["spans"]
+            Span(**{**span, "document": Document(**{**span["document"], "pieces": ()})}) for span in fields["spans"]
         ]
         return cls(fields["split"], fields["number"], tuple(spans))
 

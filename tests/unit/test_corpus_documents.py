@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import json
 from pathlib import Path
 
@@ -24,7 +25,7 @@ PLAIN = Normalizer(detokenize=False, lowercase=False)
 def source(folder: Path, name: str, content: bytes) -> Source:
     path = folder / name
     path.write_bytes(content)
-    return Source(name, str(path), len(content), "unused here")
+    return Source(name, str(path), len(content), hashlib.sha256(content).hexdigest())
 
 
 def test_valid_utf8_is_read_as_it_is() -> None:
@@ -113,6 +114,13 @@ def test_document_that_changed_after_the_scan_is_refused(tmp_path: Path) -> None
     (tmp_path / "a.txt").write_bytes(b"after!")
     with pytest.raises(CorpusError, match="a.txt changed while"):
         read_document(scanned.document, PLAIN)
+
+
+def test_file_that_changed_after_it_was_hashed_is_refused(tmp_path: Path) -> None:
+    hashed = source(tmp_path, "a.txt", b"before")
+    (tmp_path / "a.txt").write_bytes(b"after!")
+    with pytest.raises(CorpusError, match="a.txt changed while"):
+        list(scan_source(hashed, PLAIN, "text"))
 
 
 @given(st.text(alphabet="ab \n漢", max_size=60), st.integers(1, 20))

@@ -67,6 +67,13 @@ def test_every_path_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     assert all(".jsonl" in problem for problem in raised.value.problems), "the accepted forms must be told"
 
 
+@pytest.mark.parametrize(("name", "way"), [("a.parquet", "data.source=parquet"), ("a.jsonl.gz", "unpack")])
+def test_file_that_would_be_misread_as_text_is_refused(tmp_path: Path, name: str, way: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(CorpusError, match=f"{name} is no text file: .*{way}"):
+        names(tmp_path, tmp_path / name)
+
+
 def test_source_of_a_later_version_is_refused_with_what_works(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="data.source=parquet .* use demo or text"):
         find_sources(DataConfig(source="parquet", paths=("x",)), tmp_path)

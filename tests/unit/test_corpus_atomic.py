@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from rayjob.corpus.atomic import new_folder, remove_temporary, temporary_path, write_atomically
+
+
+def test_failed_write_leaves_the_old_content_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_folder_appears_only_when_it_is_filled(tmp_path: Path) -> None:
+    final = tmp_path / "deep" / "folder"
+    with new_folder(final) as fresh:
+        (fresh / "file").write_text("x")
+        assert not final.exists()
+    assert (final / "file").read_text() == "x"
+    assert list(final.parent.iterdir()) == [final]
+
+
+def test_failed_folder_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> None:
+        with new_folder(tmp_path / "folder") as fresh:
+            (fresh / "file").write_text("x")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_another_process_made_first_stays(tmp_path: Path) -> None:
+    final = tmp_path / "folder"
+    with new_folder(final) as fresh:
+        (fresh / "file").write_text("second")
+        with new_folder(final) as faster:
+            (faster / "file").write_text("first")
+    assert (final / "file").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_only_temporary_files_are_removed(tmp_path: Path) -> None:
+    kept, hidden = tmp_path / "part-00000.parquet", tmp_path / ".hidden"
+    for path in (kept, hidden, temporary_path(kept)):
+        path.write_text("x")
+    remove_temporary(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [hidden, kept]

@@ -1,0 +1,138 @@
+"""`check`, `find_prepared` and `prepare` as far as they need no Ray."""
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.tokenizer import Tokenizer
+from rayjob.config import DataConfig, TokenizerConfig
+from rayjob.corpus import demo
+from rayjob.corpus.errors import CorpusError, PrepareCancelled
+from rayjob.corpus.prepare import check, find_prepared, prepare
+
+VOCAB = TokenizerConfig(vocab_size=400)
+
+
+def book(seed: int, n_words: int = 1500) -> str:
+    words = random.Random(seed)
+    return " ".join("".join(words.choices("etaoinshrdlu", k=words.randint(2, 8))) for _ in range(n_words)) + ".\n"
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Path:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for seed in range(6):
+        (folder / f"book_{seed}.txt").write_text(book(seed))
+    return folder
+
+
+def config(path: Path, **changes: Any) -> DataConfig:
+    return DataConfig(source="text", paths=(str(path),), val_fraction=0.2, **changes)
+
+
+def test_good_corpus_has_no_problems_and_gets_its_tokenizer(tmp_path: Path, books: Path) -> None:
+    assert check(config(books), VOCAB, tmp_path / "s", 64) == []
+    [folder] = (tmp_path / "s" / "tokenizers").iterdir()
+    assert Tokenizer.load(folder).vocab_size == 400
+    assert find_prepared(config(books), VOCAB, tmp_path / "s") is None
+
+
+def test_tokenizer_learns_from_training_documents_only(
+    tmp_path: Path, books: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def train(texts: Iterable[str], **settings: object) -> bytes:
+        seen.extend(texts)
+        raise PrepareCancelled
+
+    monkeypatch.setattr("rayjob.corpus.prepare.train_tokenizer", train)
+    with pytest.raises(PrepareCancelled):
+        check(config(books), VOCAB, tmp_path / "s", 64)
+    assert 0 < len(seen) < 6
+    assert set(seen) < {book(seed) for seed in range(6)}
+
+
+def test_missing_path_is_a_problem(tmp_path: Path) -> None:
+    [problem] = check(config(tmp_path / "absent"), VOCAB, tmp_path / "s", 64)
+    assert "absent does not exist" in problem
+
+
+def test_nothing_but_empty_files_is_a_problem(tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    books.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (books / name).write_text("\r\n \n")
+    [problem] = check(config(books), VOCAB, tmp_path / "s", 64)
+    assert problem.startswith("The corpus is empty: none of its 2 files holds any text.")
+
+
+def test_bad_files_are_all_named(tmp_path: Path, books: Path) -> None:
+    (books / "bad.jsonl").write_text("no json")
+    (books / "bad.txt.gz").write_text("no gzip")
+    jsonl, gz = check(config(books), VOCAB, tmp_path / "s", 64)
+    assert "bad.jsonl:1" in jsonl
+    assert "bad.txt.gz" in gz
+
+
+def test_corpus_below_one_window_is_a_problem_for_either_side(tmp_path: Path, books: Path) -> None:
+    train, val = check(config(books), VOCAB, tmp_path / "s", 10**6)
+    assert "training part has at most" in train
+    assert "validation part has at most" in val
+    assert "model.max_seq_len=1000000 needs 1000001" in train
+
+
+def test_window_is_compared_with_tokens_and_not_with_bytes(tmp_path: Path, books: Path) -> None:
+    """A validation book of 9 kB has fewer tokens than bytes, and only its tokens count."""
+    n_bytes = len(book(0))
+    [problem] = check(config(books), VOCAB, tmp_path / "s", n_bytes - 1000)
+    assert "validation part has" in problem
+    assert "at most" not in problem
+
+
+def test_vocabulary_too_large_tells_the_largest_that_works(tmp_path: Path, books: Path) -> None:
+    [problem] = check(config(books), TokenizerConfig(vocab_size=50_304), tmp_path / "s", 64)
+    assert problem.startswith("tokenizer.vocab_size=50304 is too large for this corpus")
+    largest = int(problem.rsplit(" ", 1)[1].rstrip("."))
+    assert check(config(books), TokenizerConfig(vocab_size=largest), tmp_path / "s", 64) == []
+    assert len(list((tmp_path / "s" / "tokenizers").iterdir())) == 1, "a failed training leaves no folder"
+
+
+def test_source_that_this_version_does_not_know_is_a_problem(tmp_path: Path) -> None:
+    [problem] = check(DataConfig(source="huggingface"), VOCAB, tmp_path / "s", 64)
+    assert "data.source=huggingface is not supported" in problem
+
+
+def test_demo_that_cannot_be_fetched_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(storage: Path) -> None:
+        raise CorpusError(["offline"])
+
+    monkeypatch.setattr(demo, "fetch", fetch)
+    assert check(DataConfig(source="demo"), VOCAB, tmp_path / "s", 64) == ["offline"]
+
+
+def test_looking_for_a_prepared_demo_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "fetch", lambda _: pytest.fail("fetched"))
+    assert find_prepared(DataConfig(source="demo"), VOCAB, tmp_path / "s") is None
+
+
+def test_cancelled_before_the_tokenizer_leaves_no_lock_held(tmp_path: Path, books: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(PrepareCancelled, match="before training the tokenizer"):
+            prepare(config(books), VOCAB, tmp_path / "s", 64, is_cancelled=lambda: True)
+
+
+def test_prepare_raises_what_check_tells(tmp_path: Path, books: Path) -> None:
+    problems = check(config(books), VOCAB, tmp_path / "s", 10**6)
+    with pytest.raises(CorpusError) as raised:
+        prepare(config(books), VOCAB, tmp_path / "s", 10**6)
+    assert raised.value.problems == problems
+
+
+def test_prepare_without_ray_says_so(tmp_path: Path, books: Path) -> None:
+    with pytest.raises(RuntimeError, match="call ray.init"):
+        prepare(config(books), VOCAB, tmp_path / "s", 64)
