@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from model.checkpoint import CheckpointError
+from model.complete import CheckpointError
 from model.sampling import SamplingParams
 from serving.engine.context import fit_prompt
 from serving.engine.loading import ServedModel, load_served_model

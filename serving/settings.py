@@ -46,9 +46,9 @@ def parse_settings(user_config: Mapping[str, Any]) -> Settings:
 def _problems(values: Mapping[str, Any]) -> list[str]:
     problems = []
     checkpoint, name = values.get("checkpoint"), values.get("model_name")
-    if not isinstance(checkpoint, str) or not checkpoint:
+    if not isinstance(checkpoint, str) or not checkpoint or "://" in checkpoint:
         problems.append(
-            f"user_config.checkpoint must be the path of a checkpoint or run, got {checkpoint!r}."
+            f"user_config.checkpoint must be a local checkpoint or run folder, got {checkpoint!r}."
         )
     if name is not None and (not isinstance(name, str) or not name):
         problems.append(f"user_config.model_name must be a non-empty string, got {name!r}.")

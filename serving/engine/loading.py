@@ -10,11 +10,11 @@ import torch
 from model.checkpoint import (
     TRAINER_STATE,
     WEIGHTS,
-    CheckpointError,
     load_model,
     resolve_checkpoint,
     verify_checkpoint,
 )
+from model.complete import CheckpointError
 from model.llama import Llama
 from model.tokenizer import Tokenizer
 
@@ -38,10 +38,6 @@ class ServedModel:
     def max_seq_len(self) -> int:
         return self.model.config.max_seq_len
 
-    def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes of a token; the padding of an embedding wider than the vocabulary has none."""
-        return self.tokenizer.token_bytes(token) if token < self.tokenizer.vocab_size else b""
-
 
 def load_served_model(path: Path, *, name: str | None = None) -> ServedModel:
     """Returns the model of a checkpoint, or of a run folder's best one, on the GPU if there is one.
@@ -57,7 +53,7 @@ def load_served_model(path: Path, *, name: str | None = None) -> ServedModel:
     verify_checkpoint(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(folder, device=device)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = _load_tokenizer(folder)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise CheckpointError(
             f"{folder} mixes two models: its tokenizer has {tokenizer.vocab_size} tokens, but its embedding "
@@ -68,3 +64,10 @@ def load_served_model(path: Path, *, name: str | None = None) -> ServedModel:
     step = int(json.loads((folder / TRAINER_STATE).read_bytes())["step"])
     name = name or folder.resolve().parent.name
     return ServedModel(name, folder, step, sha256, model, tokenizer)
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    try:
+        return Tokenizer.load(folder)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error

@@ -1,6 +1,5 @@
 """The Ray Serve application: one deployment that holds the engine and answers HTTP."""
 
-import logging
 import os
 from typing import Any
 
@@ -12,8 +11,6 @@ from serving.http.auth import check_bind
 from serving.http.routes import create_app
 from serving.http.service import Service
 from serving.settings import MAX_ONGOING_REQUESTS
-
-logger = logging.getLogger(__name__)
 
 
 class Generator:
@@ -33,7 +30,9 @@ class Generator:
         await self._service.update(user_config)
 
     def check_health(self) -> None:
-        """Makes Ray Serve replace this replica when its engine is dead."""
+        """Makes Ray Serve refuse a replica without a checkpoint, and replace one whose engine is dead."""
+        if not self._service.has_model:
+            raise ValueError("there is no checkpoint to serve: set user_config as serving/config.yaml does.")
         self._service.engine()
 
     async def __del__(self) -> None:
@@ -48,12 +47,10 @@ def build_app(args: dict[str, Any]) -> serve.Application:
             leave it empty and write `user_config` into the file: only that can change while it runs.
     """
     api_key = os.environ.get("API_KEY")  # of the process that deploys; a replica may have one of its own
-    deployment: serve.Deployment = serve.deployment(
-        serve.ingress()(Generator),
-        name="generator",
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        user_config=args or None,
+    decorate = serve.deployment(
+        name="generator", max_ongoing_requests=MAX_ONGOING_REQUESTS, user_config=args or None
     )
+    deployment: serve.Deployment = decorate(serve.ingress()(Generator))
     return deployment.bind(api_key)
 
 

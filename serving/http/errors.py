@@ -70,8 +70,15 @@ def describe(value: object) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, float) and math.isinf(value):
         return "a number beyond every range"
-    text = json.dumps(value[:60] if isinstance(value, str) else value, ensure_ascii=True)
-    return text if len(text) <= 60 else f"{text[:56]}..."
+    if isinstance(value, str):
+        return f'"{shorten(value)}"'
+    return shorten(json.dumps(value))
+
+
+def shorten(text: str) -> str:
+    """The beginning of a client's text in ASCII, without quotes."""
+    escaped = json.dumps(text[:60], ensure_ascii=True)[1:-1]
+    return escaped if len(escaped) <= 60 and len(text) <= 60 else f"{escaped[:56]}..."
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -85,7 +92,7 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         code = _ROUTING_CODES.get(error.status_code, "invalid_value")
         reason = HTTPStatus(error.status_code).phrase.lower()
-        message = f"{reason}: {request.method} {describe(request.url.path)[1:-1]}; /docs lists the routes."
+        message = f"{reason}: {request.method} {shorten(request.url.path)}; /docs lists the routes."
         return ApiError(error.status_code, code, message, headers=dict(error.headers or {})).response()
 
     async def on_fault(request: Request, error: Exception) -> Response:

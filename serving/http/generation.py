@@ -18,7 +18,7 @@ from serving.http.answers import (
     TokenLogprob,
     Usage,
 )
-from serving.http.errors import ApiError, invalid_value
+from serving.http.errors import ApiError, describe, invalid_value
 from serving.http.schemas import MAX_PROMPT_TOKENS, GenerateRequest, Prompt
 from serving.http.service import checkpoint_id
 
@@ -133,7 +133,7 @@ class Generation:
         return self.served.tokenizer.decode(self.prompts[index // self.request.n].tokens)
 
     def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
-        text = self.served.token_bytes(token).decode("utf-8", errors="replace")
+        text = self.served.tokenizer.token_bytes(token).decode("utf-8", errors="replace")
         return TokenLogprob(token=token, text=text, logprob=max(logprob, MIN_LOGPROB))
 
 
@@ -184,7 +184,7 @@ def _check_tokens(prompt: tuple[int, ...], served: ServedModel) -> list[int]:
     for index, token in enumerate(prompt):
         if not 0 <= token < vocab_size:
             raise invalid_value(
-                "prompt", f"prompt[{index}] must be a token id in 0..{vocab_size - 1}, got {token}"
+                "prompt", f"prompt[{index}] must be a token id in 0..{vocab_size - 1}, got {describe(token)}"
             )
     return list(prompt)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from model.sampling import SamplingParams
-from serving.http.errors import ApiError, describe, invalid_value
+from serving.http.errors import ApiError, describe, invalid_value, shorten
 from serving.http.fields import ChoiceField, Field, FlagField, IntegerField, NumberField
 
 MAX_PROMPT_CHARS = 65_536
@@ -125,7 +125,7 @@ def _by_canonical_name(body: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 def _unknown_field(name: str) -> ApiError:
     nearest = difflib.get_close_matches(name[:64], KNOWN, n=1, cutoff=0.0)[0]
-    shown = describe(name)[1:-1]
+    shown = shorten(name)
     message = f"unknown field {shown}: the nearest known one is {nearest}; /docs lists all"
     return ApiError(400, "unknown_field", message, param=shown)
 

@@ -58,6 +58,11 @@ class Service:
             raise ApiError(503, "engine_dead", "the engine has stopped: the service must be restarted.")
         return self._engine
 
+    @property
+    def has_model(self) -> bool:
+        """Whether an update has succeeded."""
+        return self._engine is not None
+
     def health(self) -> Health:
         """Returns what GET /health shows; raises the ApiError of `engine` when no request can be taken."""
         engine = self.engine()

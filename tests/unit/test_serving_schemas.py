@@ -11,7 +11,14 @@ from model.sampling import SamplingParams
 from serving.http.body import parse_json_object
 from serving.http.errors import ApiError
 from serving.http.fields import IntegerField, NumberField
-from serving.http.schemas import ALIASES, KNOWN, SIMPLE_FIELDS, GenerateRequest, generate_schema, parse_generate
+from serving.http.schemas import (
+    ALIASES,
+    KNOWN,
+    SIMPLE_FIELDS,
+    GenerateRequest,
+    generate_schema,
+    parse_generate,
+)
 
 
 def refusal(raw: str | bytes) -> ApiError:
