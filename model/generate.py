@@ -49,7 +49,7 @@ def generate(
         use_cache: False computes all keys and values anew for every token: slow, and an oracle of the cache.
 
     Raises:
-        ValueError: empty prompt, bad parameter, or no room in max_seq_len. The call raises, not the first token.
+        ValueError: empty prompt, bad parameter, or no room in max_seq_len; raised by the call itself.
     """
     problems = params.problems()
     if not prompt:
