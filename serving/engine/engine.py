@@ -144,14 +144,19 @@ class Engine:
         """
         request = RequestStream(len(specs))
         with self._changed:
-            if self._is_closed:
-                raise EngineClosed("the engine is closed.")
-            self._drop_cancelled()
-            if self._num_running + len(self._waiting) + len(specs) > self._capacity:
-                raise QueueFull(self._retry_after_s())
+            self.check_room(len(specs))
             self._waiting.extend(_Sequence(index, spec, request) for index, spec in enumerate(specs))
             self._changed.notify(len(specs))
         return request
+
+    def check_room(self, num_sequences: int) -> None:
+        """Raises what `submit` would raise for so many sequences, before any work is done for them."""
+        with self._changed:
+            if self._is_closed:
+                raise EngineClosed("the engine is closed.")
+            self._drop_cancelled()
+            if self._num_running + len(self._waiting) + num_sequences > self._capacity:
+                raise QueueFull(self._retry_after_s())
 
     def load(self) -> Load:
         """Returns how many sequences run and wait, without those that were cancelled while waiting."""
@@ -177,21 +182,29 @@ class Engine:
     def _run_slot(self) -> None:
         while (sequence := self._take()) is not None:
             started_at_s = time.monotonic()
+            last: IndexedDelta | RuntimeError | None
             try:
-                self._decode(sequence)
+                last = self._decode(sequence)
             except Exception:
                 # One request's fault must not end the slot that serves everybody.
                 logger.exception("decoding a sequence failed; its request is answered with an error")
-                sequence.request.post(SequenceFailed("decoding failed."))
-            finally:
-                self._release(time.monotonic() - started_at_s)
+                last = SequenceFailed("decoding failed.")
+            # First free the slot: a client that has its answer finds room for its next request.
+            self._release(time.monotonic() - started_at_s)
+            if last is not None:
+                sequence.request.post(last)
 
-    def _decode(self, sequence: _Sequence) -> None:
+    def _decode(self, sequence: _Sequence) -> IndexedDelta | None:
+        """Posts every delta but the last, which it returns; None if the request was cancelled."""
         request = sequence.request
         request.started_at_s = request.started_at_s or time.monotonic()
         deltas = decode_sequence(self.served, sequence.spec)
-        while not request.is_cancelled and (delta := next(deltas, None)) is not None:
-            request.post(IndexedDelta(sequence.index, delta))
+        while not request.is_cancelled:
+            event = IndexedDelta(sequence.index, next(deltas))
+            if event.delta.finish_reason is not None:
+                return event
+            request.post(event)
+        return None
 
     def _take(self) -> _Sequence | None:
         """The oldest sequence that waits; None once the engine is closed and empty."""

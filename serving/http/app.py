@@ -35,7 +35,7 @@ class Generator:
             raise ValueError("there is no checkpoint to serve: set user_config as serving/config.yaml does.")
         self._service.engine()
 
-    async def __del__(self) -> None:
+    def __del__(self) -> None:
         self._service.close()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from collections import Counter
 from typing import Any, NoReturn
 
 from fastapi import Request
@@ -69,9 +70,8 @@ def _parse_int(digits: str) -> int | float:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        _refuse(f"names {describe(twice)} twice")
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        _refuse(f"names {describe(key)} more than once")
     return fields
 
 

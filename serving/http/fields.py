@@ -23,7 +23,8 @@ class IntegerField:
         if not isinstance(value, int) or isinstance(value, bool):
             raise invalid_value(name, f"{name} must be an integer, got {describe(value)}")
         if not self.low <= value <= self.high:
-            span = f"at least {self.low}" if self.high == MAX_INT else f"in {self.low}..{self.high}"
+            is_open = self.high == MAX_INT and value < self.low
+            span = f"at least {self.low}" if is_open else f"in {self.low}..{self.high}"
             raise invalid_value(name, f"{name} must be {span}, got {describe(value)}")
         return value
 

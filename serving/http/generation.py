@@ -6,7 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from serving.engine.context import ContextLengthExceeded, FittedPrompt, fit_prompt
-from serving.engine.engine import Engine, IndexedDelta, QueueFull, RequestStream
+from serving.engine.engine import IndexedDelta, RequestStream
 from serving.engine.loading import ServedModel
 from serving.engine.sequence import Delta, SequenceSpec
 from serving.http.answers import (
@@ -150,19 +150,6 @@ def prepare_generation(request: GenerateRequest, served: ServedModel, accepted_a
     prompts = [_fit(_encode(prompt, served), request, served) for prompt in request.prompts]
     seed = secrets.randbits(63) if request.seed is None else request.seed
     return Generation(request, served, accepted_at_s, prompts, seed)
-
-
-def submit(engine: Engine, generation: Generation) -> RequestStream:
-    """Hands the sequences to the engine.
-
-    Raises:
-        ApiError: 429 queue_full with Retry-After.
-    """
-    try:
-        return engine.submit(generation.specs())
-    except QueueFull as error:
-        headers = {"Retry-After": str(error.retry_after_s)}
-        raise ApiError(429, "queue_full", str(error), headers=headers) from None
 
 
 def _encode(prompt: Prompt, served: ServedModel) -> list[int]:

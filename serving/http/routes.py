@@ -6,12 +6,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from serving.engine.engine import EngineClosed, RequestCancelled, RequestStream
+from serving.engine.engine import EngineClosed, QueueFull, RequestCancelled, RequestStream
 from serving.http.answers import ErrorAnswer, GenerateAnswer, Health
 from serving.http.auth import RequireApiKey
 from serving.http.body import read_json_object
-from serving.http.errors import install_error_handlers
-from serving.http.generation import Generation, prepare_generation, submit
+from serving.http.errors import ApiError, install_error_handlers
+from serving.http.generation import Generation, prepare_generation
 from serving.http.schemas import GenerateRequest, generate_schema, parse_generate
 from serving.http.service import Service
 from serving.http.streaming import EventStream, generation_events, next_delta, watch_disconnect
@@ -72,11 +72,15 @@ async def _start(
     """Tokenizes off the event loop and submits; again if the engine was exchanged in the meantime."""
     while True:
         engine = service.engine()
-        generation = await asyncio.to_thread(prepare_generation, checked, engine.served, accepted_at_s)
         try:
-            return generation, submit(engine, generation)
+            engine.check_room(len(checked.prompts) * checked.n)
+            generation = await asyncio.to_thread(prepare_generation, checked, engine.served, accepted_at_s)
+            return generation, engine.submit(generation.specs())
         except EngineClosed:
             continue
+        except QueueFull as error:
+            headers = {"Retry-After": str(error.retry_after_s)}
+            raise ApiError(429, "queue_full", str(error), headers=headers) from None
 
 
 async def _collect(generation: Generation, stream: RequestStream, deadline_s: float) -> Response:

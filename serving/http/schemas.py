@@ -28,13 +28,17 @@ SIMPLE_FIELDS: dict[str, Field] = {
     "temperature": NumberField("0 is greedy.", 0, 2, DEFAULTS.temperature),
     "top_k": IntegerField("Keep the k most probable tokens; 0 or -1 is off.", -1, default=DEFAULTS.top_k),
     "top_p": NumberField(
-        "Keep the most probable tokens up to this mass; 1 is off.", 0, 1, DEFAULTS.top_p, True
+        "Keep the most probable tokens up to this mass; 1 is off.", 0, 1, DEFAULTS.top_p, is_low_open=True
     ),
     "min_p": NumberField(
         "Keep tokens of at least this share of the most probable one.", 0, 1, DEFAULTS.min_p
     ),
     "repetition_penalty": NumberField(
-        "Above 1, tokens of prompt and output become less likely.", 0, 10, DEFAULTS.repetition_penalty, True
+        "Above 1, tokens of prompt and output become less likely.",
+        0,
+        10,
+        DEFAULTS.repetition_penalty,
+        is_low_open=True,
     ),
     "frequency_penalty": NumberField(
         "Subtracted from a token's logit for each time it was generated.", -2, 2, DEFAULTS.frequency_penalty
@@ -50,7 +54,7 @@ SIMPLE_FIELDS: dict[str, Field] = {
     "include_stop": FlagField("Leave the stop string at the end of the text."),
     "stream": FlagField("Answer with server-sent events, one per token."),
     "truncate": ChoiceField("A prompt that is too long: an error, or cut at its left.", ("error", "left")),
-    "timeout_s": NumberField("Give up after so many seconds.", 0, 300, 120, True),
+    "timeout_s": NumberField("Give up after so many seconds.", 0, 300, 120, is_low_open=True),
 }
 ALIASES = {
     "text": "prompt",

@@ -392,6 +392,7 @@ def test_openapi_describes_the_fields_and_the_errors(served: Served) -> None:
     body = post["requestBody"]["content"]["application/json"]["schema"]
     assert set(body["properties"]) == set(KNOWN)
     assert {"200", "400", "401", "408", "413", "429", "500", "503"} == set(post["responses"])
+    assert set(post["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert served.client.request("GET", "/docs").status_code == 200
 
 

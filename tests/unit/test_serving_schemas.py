@@ -206,6 +206,15 @@ def test_hints_for_a_field_name_of_a_megabyte_cost_nothing() -> None:
     assert len(error.message) < 300
 
 
+def test_a_message_shows_the_range_that_was_left() -> None:
+    assert refusal('{"prompt":"a","top_p":1.5}').message == "top_p must be in (0, 1], got 1.5"
+    assert refusal('{"prompt":"a","n":17}').message == "n must be in 1..16, got 17"
+    assert refusal('{"prompt":"a","seed":-1}').message == "seed must be at least 0, got -1"
+    assert refusal(f'{{"prompt":"a","seed":{2**63}}}').message.startswith(
+        f"seed must be in 0..{2**63 - 1}, got"
+    )
+
+
 def test_lone_surrogates_in_names_and_values_do_not_break_the_error_body() -> None:
     for raw in (r'{"prompt":"a","\ud800":1}', r'{"prompt":"a","truncate":"\udfff"}'):
         assert json.loads(bytes(refusal(raw).response().body))["error"]["code"]

@@ -174,3 +174,11 @@ def test_a_closing_service_takes_no_more_requests(served: Served) -> None:
     served.service.close()
     response = served.client.generate(prompt="a")
     assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+
+
+def test_a_dead_engine_is_a_503(served: Served) -> None:
+    engine = served.service.engine()
+    engine.close()
+    engine.join(10)
+    for response in (served.client.request("GET", "/health"), served.client.generate(prompt="a")):
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
