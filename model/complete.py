@@ -50,8 +50,8 @@ def read_complete(folder: Path) -> dict[str, dict[str, Any]]:
         ) from error
     try:
         files: dict[str, dict[str, Any]] = json.loads(content)["files"]
-        is_as_written = content == _render(files)
-    except (ValueError, KeyError, TypeError):
+        is_as_written = content == _render(files) and all(map(_is_entry, files.values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
         is_as_written = False
     if not is_as_written:
         raise CheckpointError(f"{path} is damaged: it is not what a save writes.")
@@ -91,6 +91,10 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.keys() == {"size", "sha256"}
 
 
 def _render(files: Mapping[str, Mapping[str, Any]]) -> bytes:

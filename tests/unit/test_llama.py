@@ -195,12 +195,13 @@ def test_norm_is_computed_in_fp32_on_bf16_input() -> None:
 
 
 def test_bf16_training_follows_fp32_training() -> None:
+    config = CONFIGS["multi_query"]
+    tokens = random_tokens(config)
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = Llama(GROUPED)
+        model = Llama(config)
         model.init_weights(0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        tokens = random_tokens(GROUPED, batch_size=2, n_tokens=32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(40):
             with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
                 sums = model(tokens, shifted_targets(tokens))
@@ -209,7 +210,7 @@ def test_bf16_training_follows_fp32_training() -> None:
             loss.backward()
             optimizer.step()
         losses[dtype] = loss.item()
-    assert losses[torch.float32] < 4.0  # it did learn: log(320) = 5.8
+    assert losses[torch.float32] < 3.0  # it did learn: log(64) = 4.2
     assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], rel=0.02)
 
 

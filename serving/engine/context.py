@@ -1,0 +1,57 @@
+"""How many tokens a prompt and its answer may take together."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+class ContextLengthExceeded(ValueError):
+    """Prompt and answer do not fit into the model's context; the message has both numbers."""
+
+    def __init__(self, prompt_tokens: int, max_new_tokens: int, max_seq_len: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and max_new_tokens is {max_new_tokens}, but the context "
+            f"holds {max_seq_len} tokens: shorten the prompt, lower max_new_tokens, or send "
+            'truncate: "left" to drop the oldest tokens.'
+        )
+
+
+class FittedPrompt(NamedTuple):
+    """A prompt that fits, with the room for its answer."""
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    truncated_tokens: int
+
+
+def fit_prompt(
+    prompt: Sequence[int], max_new_tokens: int | None, max_seq_len: int, *, truncate_left: bool = False
+) -> FittedPrompt:
+    """Returns the prompt with its max_new_tokens, cut at the left only if that was asked for.
+
+    Args:
+        prompt: Token ids, at least one.
+        max_new_tokens: Tokens asked for, in 1..max_seq_len; None takes the room left, at most 128.
+        max_seq_len: The model's context.
+        truncate_left: Drop the oldest prompt tokens instead of failing.
+
+    Raises:
+        ContextLengthExceeded: It does not fit and may not be cut, or the answer alone fills the context.
+    """
+    room = _room_left(len(prompt), max_seq_len)
+    wanted = max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, room or max(max_seq_len // 2, 1))
+    if wanted <= room:
+        return FittedPrompt(tuple(prompt), wanted, 0)
+    kept = max_seq_len - wanted
+    if not truncate_left or kept < 1:
+        raise ContextLengthExceeded(len(prompt), wanted, max_seq_len)
+    return FittedPrompt(tuple(prompt[-kept:]), wanted, len(prompt) - kept)
+
+
+def _room_left(prompt_tokens: int, max_seq_len: int) -> int:
+    """Tokens that may follow. A prompt of exactly max_seq_len has one: a last token is never fed back."""
+    if prompt_tokens == max_seq_len:
+        return 1
+    return max(max_seq_len - prompt_tokens, 0)

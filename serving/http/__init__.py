@@ -1,0 +1,1 @@
+"""HTTP side of the service: request schemas, errors, routes and the Ray Serve deployment."""

@@ -1,0 +1,116 @@
+"""The engine in use, and the change to another checkpoint without a request lost."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from serving.engine.engine import Engine
+from serving.engine.loading import ServedModel, load_served_model
+from serving.http.answers import CheckpointId, Health
+from serving.http.errors import ApiError
+from serving.settings import Settings, parse_settings
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """Owns the current engine. A request takes it once and keeps it, so no answer mixes two models."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._update_error: str | None = None
+        self._is_closing = False
+        self._update_lock = asyncio.Lock()
+
+    async def update(self, user_config: Mapping[str, Any]) -> None:
+        """Changes to the checkpoint and limits of `user_config` once they are loaded and checked.
+
+        When they cannot be used, a running service keeps what it has and /health tells why.
+
+        Raises:
+            Exception: There is nothing to keep: this was the first update.
+        """
+        async with self._update_lock:
+            try:
+                engine = await asyncio.to_thread(self._prepare, user_config)
+            except Exception as error:
+                # Whatever a bad checkpoint raises, the good one goes on serving.
+                if self._engine is None:
+                    raise
+                self._update_error = f"update failed: {error}"
+                served = self._engine.served
+                logger.warning("%s; step %d of %s is kept", self._update_error, served.step, served.name)
+                return
+            self._swap(engine)
+
+    def engine(self) -> Engine:
+        """Returns the engine for a new request.
+
+        Raises:
+            ApiError: 503 while there is none, when it is dead, or when the service shuts down.
+        """
+        if self._is_closing:
+            raise ApiError(503, "shutting_down", "the service is shutting down: try another replica.")
+        if self._engine is None:
+            raise ApiError(503, "model_loading", "the model is still loading: try again in a few seconds.")
+        if not self._engine.is_alive():
+            raise ApiError(503, "engine_dead", "the engine has stopped: the service must be restarted.")
+        return self._engine
+
+    @property
+    def has_model(self) -> bool:
+        """Whether an update has succeeded."""
+        return self._engine is not None
+
+    def health(self) -> Health:
+        """Returns what GET /health shows; raises the ApiError of `engine` when no request can be taken."""
+        engine = self.engine()
+        load = engine.load()
+        return Health(
+            status="ok",
+            model=engine.served.name,
+            checkpoint=checkpoint_id(engine.served),
+            slots=engine.num_slots,
+            running=load.running,
+            waiting=load.waiting,
+            update_error=self._update_error,
+        )
+
+    def close(self) -> None:
+        """Takes no more requests; those already taken are finished."""
+        self._is_closing = True
+        if self._engine is not None:
+            self._engine.close()
+
+    def _prepare(self, user_config: Mapping[str, Any]) -> Engine:
+        settings = parse_settings(user_config)
+        served = load_served_model(settings.checkpoint, name=settings.model_name)
+        if self._engine is not None:
+            _refuse_another_model(self._engine.served, served)
+        return _start(served, settings)
+
+    def _swap(self, engine: Engine) -> None:
+        previous, self._engine, self._update_error = self._engine, engine, None
+        if previous is not None:
+            previous.close()  # its running and waiting sequences are finished on the old weights
+        logger.info("serving %s, step %d", engine.served.name, engine.served.step)
+
+
+def checkpoint_id(served: ServedModel) -> CheckpointId:
+    """Returns how answers name the weights."""
+    return CheckpointId(step=served.step, sha256=served.sha256)
+
+
+def _start(served: ServedModel, settings: Settings) -> Engine:
+    return Engine(served, num_slots=settings.num_slots, max_waiting=settings.max_waiting)
+
+
+def _refuse_another_model(current: ServedModel, new: ServedModel) -> None:
+    """Under one name clients may rely on one tokenizer: their token ids and limits depend on it."""
+    if new.name == current.name and new.tokenizer.hash != current.tokenizer.hash:
+        raise ValueError(
+            f"{new.folder} is another model: its tokenizer has {new.tokenizer.vocab_size} tokens and hash "
+            f"{new.tokenizer.hash[:12]}, {current.name} has {current.tokenizer.vocab_size} and "
+            f"{current.tokenizer.hash[:12]}. To serve it, set another user_config.model_name."
+        )

@@ -1,0 +1,122 @@
+"""Server-sent events of a streamed answer, and what happens when the client goes away."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serving.engine.engine import IndexedDelta, RequestCancelled, RequestStream, SequenceFailed
+from serving.http.answers import StreamEvent
+from serving.http.errors import ApiError, engine_error
+from serving.http.generation import Generation
+
+PING_INTERVAL_S = 15.0
+
+
+class EventStream(Response):
+    """A `text/event-stream` response that calls `on_disconnect` as soon as the client is gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], on_disconnect: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._on_disconnect = on_disconnect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events; whatever ends this early ends the generation too."""
+        try:
+            async with watch_disconnect(receive, self._on_disconnect), aclosing(self._events) as events:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:  # the server's way to say that the client is gone
+            pass
+        finally:
+            self._on_disconnect()
+
+
+@asynccontextmanager
+async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) -> AsyncIterator[None]:
+    """Calls `on_disconnect` when the client goes away inside the block; the body must have been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_disconnect()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def next_delta(stream: RequestStream, deadline_s: float) -> IndexedDelta | None:
+    """Returns the next delta, None after the last; `deadline_s` is in the time of the event loop.
+
+    Raises:
+        ApiError: 408 at the deadline, 500 when the sequence failed.
+    """
+    try:
+        async with asyncio.timeout_at(deadline_s):
+            return await anext(stream, None)
+    except TimeoutError:
+        message = "the answer was not finished within timeout_s: ask for fewer tokens or allow more time."
+        raise ApiError(408, "timeout", message, param="timeout_s") from None
+    except SequenceFailed:
+        raise engine_error() from None
+
+
+async def generation_events(
+    generation: Generation, stream: RequestStream, first: IndexedDelta | None, deadline_s: float
+) -> AsyncGenerator[str, None]:
+    """Yields the events of a stream whose first delta is there already; a fault becomes the last event."""
+    try:
+        async for delta in _with_pings(stream, first, deadline_s):
+            yield ": ping\n\n" if delta is None else _token_event(generation, delta)
+        usage, timings = generation.usage(), generation.timings(stream)
+        yield _event({"usage": usage.model_dump(), "timings": timings.model_dump(), "seed": generation.seed})
+    except ApiError as error:
+        yield _event(error.body())
+    except RequestCancelled:
+        return
+    yield "data: [DONE]\n\n"
+
+
+async def _with_pings(
+    stream: RequestStream, delta: IndexedDelta | None, deadline_s: float
+) -> AsyncGenerator[IndexedDelta | None, None]:
+    """Yields `delta` and those after it, and None whenever the next one takes longer than a ping may."""
+    while delta is not None:
+        yield delta
+        while True:
+            try:
+                async with asyncio.timeout(PING_INTERVAL_S):
+                    delta = await next_delta(stream, deadline_s)
+                break
+            except TimeoutError:
+                yield None
+
+
+def _token_event(generation: Generation, event: IndexedDelta) -> str:
+    text = generation.add(event)
+    logprobs = generation.logprobs(event.delta)
+    body = StreamEvent(
+        index=event.index,
+        text=text,
+        token=event.delta.token,
+        finish_reason=event.delta.finish_reason,
+        logprobs=logprobs,
+    )
+    return _event(body.model_dump(exclude={"logprobs"} if logprobs is None else None))
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

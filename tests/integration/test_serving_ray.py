@@ -1,0 +1,234 @@
+"""The service on a real local Ray Serve.
+
+Real: Ray, Serve's proxy and replica, HTTP over a socket, checkpoints on disk. Faked: nothing, but the model
+is tiny and its weights are random.
+"""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import yaml
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from serving import settings
+from tests.serving_checkpoint import save_run
+
+pytestmark = pytest.mark.ray
+
+BODY = {"prompt": "Once upon a time", "max_new_tokens": 20, "seed": 3, "ignore_eos": True}
+READY_WITHIN_S = 120.0  # a start of Ray Serve takes about 10 s on two free cores
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    save_run(folder / "tiny", step=100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Ray of two CPUs with folders of its own."""
+    ray.init(num_cpus=2, include_dashboard=False, _temp_dir=str(tmp_path_factory.mktemp("r")))
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url(cluster: None, runs: Path) -> str:
+    """The application as `serving/config.yaml` declares it, on a free port."""
+    url = start_serve("127.0.0.1")
+    deploy(runs / "tiny" / "step_00000100")
+    health_once(url, lambda health: health["status"] == "ok")
+    return url
+
+
+def start_serve(host: str) -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    serve.start(http_options={"host": host, "port": port})
+    return f"http://127.0.0.1:{port}"
+
+
+def deploy(checkpoint: Path, *, env: dict[str, str] | None = None, **limits: int) -> None:
+    """Does what `serve deploy` does with the shipped file, but for checkpoint, limits and port."""
+    config = yaml.safe_load(Path(settings.__file__).with_name("config.yaml").read_text())
+    (application,) = config["applications"]
+    (deployment,) = application["deployments"]
+    deployment["user_config"] |= {"checkpoint": str(checkpoint), **limits}
+    application["runtime_env"] = {"env_vars": {"PYTHONPATH": str(settings.REPOSITORY), **(env or {})}}
+    del config["http_options"], config["proxy_location"]
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+
+
+def health_once(url: str, is_reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Polls /health until it shows what is waited for, and returns it."""
+    deadline_s = time.monotonic() + READY_WITHIN_S
+    health: dict[str, Any] = {}
+    while time.monotonic() < deadline_s:
+        try:
+            response = httpx.get(f"{url}/health")
+            health = response.json() if response.status_code == 200 else {}
+        except httpx.TransportError:
+            continue
+        if health and is_reached(health):
+            return health
+        time.sleep(0.05)
+    raise TimeoutError(f"not within {READY_WITHIN_S} s: {health}, {serve.status()}")
+
+
+def replica_ids() -> set[str]:
+    details = ray.get(_get_global_client()._controller.get_serve_instance_details.remote())
+    deployments = details["applications"]["generator"]["deployments"].values()
+    return {replica["actor_id"] for deployment in deployments for replica in deployment["replicas"]}
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def test_beyond_loopback_the_service_starts_only_with_a_key(cluster: None, runs: Path) -> None:
+    url = start_serve("0.0.0.0")
+    deploy(runs / "tiny")
+    deadline_s = time.monotonic() + READY_WITHIN_S
+    while "API_KEY is not set" not in str(serve.status().applications["generator"]):
+        assert time.monotonic() < deadline_s, serve.status()
+        time.sleep(0.05)
+    deploy(runs / "tiny", env={"API_KEY": "abc"})
+    health_once(url, lambda health: health["status"] == "ok")
+    assert httpx.post(f"{url}/generate", json=BODY).status_code == 401
+    answer = httpx.post(f"{url}/generate", json=BODY, headers={"Authorization": "Bearer abc"}, timeout=60)
+    assert answer.status_code == 200
+    serve.shutdown()
+
+
+def test_generate_and_health_answer(url: str) -> None:
+    answers = [httpx.post(f"{url}/generate", json=BODY, timeout=60).json() for _ in range(2)]
+    assert answers[0]["outputs"] == answers[1]["outputs"]
+    assert answers[0]["usage"]["completion_tokens"] == 20
+    assert answers[0]["model"] == "tiny"
+    health = httpx.get(f"{url}/health")
+    assert (health.status_code, health.json()["checkpoint"]["step"]) == (200, 100)
+    assert "/generate" in httpx.get(f"{url}/openapi.json").json()["paths"]
+
+
+def test_a_stream_over_the_proxy_equals_the_unstreamed_text(url: str) -> None:
+    whole = httpx.post(f"{url}/generate", json=BODY, timeout=60).json()["text"]
+    with httpx.stream("POST", f"{url}/generate", json={**BODY, "stream": True}, timeout=60) as response:
+        lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert "".join(event["text"] for event in events[:-1]) == whole
+
+
+BAD = [
+    (b'{"prompt":"Once","temperature":NaN}', 400),
+    (b'{"prompt":"Once","top_k":true}', 400),
+    (b'{"prompt":"Once","max_new_token":4}', 400),
+    (b'{"prompt":"a","temperature":' + b"9" * 5000 + b"}", 400),
+    (b'{"prompt":' + b"[" * 100_000, 400),
+    (b"\xff", 400),
+    (b'{"prompt":"' + b"x" * (10 << 20) + b'"}', 413),
+]
+
+
+@pytest.mark.parametrize(("body", "status"), BAD, ids=lambda value: repr(value)[:30])
+def test_bad_bodies_answer_in_the_one_shape(url: str, body: bytes, status: int) -> None:
+    response = httpx.post(f"{url}/generate", content=body, timeout=60)
+    assert response.status_code == status
+    assert set(error_of(response)) == {"message", "type", "param", "code"}
+    assert httpx.get(f"{url}/nothing").status_code == 404
+    assert error_of(httpx.get(f"{url}/generate"))["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_clients_that_leave_free_their_slots(url: str, is_streamed: bool) -> None:
+    body = {**BODY, "n": 16, "max_new_tokens": 50, "stream": is_streamed}
+
+    def leave() -> None:
+        try:
+            with httpx.stream("POST", f"{url}/generate", json=body, timeout=0.05) as response:
+                next(response.iter_lines())
+        except httpx.TimeoutException:
+            pass
+
+    for _ in range(10):
+        leave()
+    deadline_s = time.monotonic() + 10
+    while (health := httpx.get(f"{url}/health").json())["running"] or health["waiting"]:
+        assert time.monotonic() < deadline_s, health
+    assert httpx.post(f"{url}/generate", json=BODY, timeout=60).status_code == 200
+
+
+class Load(threading.Thread):
+    """Sends requests one after another until it is told to stop, and keeps what came back."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self._is_over = threading.Event()
+        self.answers: list[tuple[int, dict[str, Any]]] = []
+
+    def run(self) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not self._is_over.is_set():
+                response = client.post(f"{self._url}/generate", json=BODY)
+                self.answers.append((response.status_code, response.json()))
+
+    def stop(self) -> list[tuple[int, dict[str, Any]]]:
+        self._is_over.set()
+        self.join()
+        return self.answers
+
+
+def test_a_bad_then_a_good_checkpoint_under_load_lose_no_request(url: str, runs: Path) -> None:
+    torn = save_run(runs / "tiny", step=150, seed=5)
+    (torn / "model.safetensors").write_bytes(b"torn")
+    replicas = replica_ids()
+    load = [Load(url) for _ in range(3)]
+    for thread in load:
+        thread.start()
+    deploy(torn)
+    health = health_once(url, lambda health: health["update_error"] is not None)
+    assert health["checkpoint"]["step"] == 100
+    assert "model.safetensors" in health["update_error"]
+    deploy(save_run(runs / "tiny", step=200, seed=2))
+    assert health_once(url, lambda health: health["checkpoint"]["step"] == 200)["update_error"] is None
+    answers = [answer for thread in load for answer in thread.stop()]
+    assert {status for status, _ in answers} == {200}
+    texts: dict[int, set[str]] = {}
+    for _, answer in answers:
+        texts.setdefault(answer["checkpoint"]["step"], set()).add(answer["text"])
+    assert set(texts) == {100, 200}
+    assert all(len(of_step) == 1 for of_step in texts.values()), "an answer mixes two checkpoints"
+    assert replica_ids() == replicas, "the replica was replaced instead of reconfigured"
+
+
+def test_overload_is_answered_429_by_the_service_before_ray_serve_refuses(url: str, runs: Path) -> None:
+    deploy(runs / "tiny" / "step_00000200", num_slots=1, max_waiting=3)
+    health_once(url, lambda health: health["slots"] == 1)
+
+    async def flood() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {**BODY, "max_new_tokens": 50}
+            return await asyncio.gather(*(client.post(f"{url}/generate", json=body) for _ in range(40)))
+
+    responses = asyncio.run(flood())
+    refused = [response for response in responses if response.status_code == 429]
+    assert {response.status_code for response in responses} == {200, 429}
+    assert all(error_of(response)["code"] == "queue_full" for response in refused)
+    assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
