@@ -1,0 +1,102 @@
+"""The file COMPLETE: written last into a checkpoint, it names every other file with its size and sha256.
+
+A folder without it, or with a file that differs from it, is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+COMPLETE = "COMPLETE"
+
+
+class CheckpointError(ValueError):
+    """A folder is not a sound checkpoint; the message names the folder, the file and the reason."""
+
+
+def write_complete(folder: Path) -> None:
+    """Syncs every file of the folder to disk, and only then writes COMPLETE, which vouches for them."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor() as pool:  # syncing and hashing leave the GIL alone
+        list(pool.map(sync, paths))
+        entries = pool.map(lambda path: {"size": path.stat().st_size, "sha256": _sha256(path)}, paths)
+        files = {
+            path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, entries, strict=True)
+        }
+    (folder / COMPLETE).write_bytes(_render(files))
+    sync(folder / COMPLETE)
+    for subfolder in {path.parent for path in paths}:
+        sync(subfolder)
+
+
+def read_complete(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns {file: {"size": bytes, "sha256": hex}} for every file of the folder, by its relative name.
+
+    Raises:
+        CheckpointError: COMPLETE is missing, or not exactly as a save writes it.
+    """
+    path = folder / COMPLETE
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} has no {COMPLETE} file, so it is no checkpoint or its save was interrupted."
+        ) from error
+    try:
+        files: dict[str, dict[str, Any]] = json.loads(content)["files"]
+        is_as_written = content == _render(files)
+    except (ValueError, KeyError, TypeError):
+        is_as_written = False
+    if not is_as_written:
+        raise CheckpointError(f"{path} is damaged: it is not what a save writes.")
+    return files
+
+
+def verify_files(folder: Path, names: Iterable[str]) -> None:
+    """Compares the size and sha256 of the named files with COMPLETE.
+
+    Raises:
+        CheckpointError: COMPLETE or a file is missing or damaged.
+    """
+    files = read_complete(folder)
+    for name in names:
+        verify_size(folder, name, files)
+        if _sha256(folder / name) != files[name]["sha256"]:
+            raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one in {COMPLETE}.")
+
+
+def verify_size(folder: Path, name: str, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compares one file's size with its entry in `files`; raises CheckpointError as `verify_files` does."""
+    path = folder / name
+    if name not in files:
+        raise CheckpointError(f"{folder / COMPLETE} does not name {name}, which every checkpoint has.")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, though {COMPLETE} names it: the checkpoint is damaged.")
+    if path.stat().st_size != files[name]["size"]:
+        raise CheckpointError(
+            f"{path} is damaged: it has {path.stat().st_size} bytes, {COMPLETE} says {files[name]['size']}."
+        )
+
+
+def sync(path: Path) -> None:
+    """Makes the content of a file, or the entries of a folder, survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _render(files: Mapping[str, Mapping[str, Any]]) -> bytes:
+    return json.dumps({"files": files}, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

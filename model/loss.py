@@ -1,0 +1,101 @@
+"""Cross-entropy through the tied head in pieces, so that the logits of a whole batch never stand in memory.
+
+1. Split the N = B * T rows of the last hidden state into pieces of at most MAX_LOGITS / V rows.
+2. For each piece: logits = hidden @ weight.T, in fp32 from there on; log-sum-exp and argmax of each row.
+3. While the piece's logits are at hand, turn them into their own gradient (softmax - onehot), and that into
+   the gradients of the piece's hidden rows and of the weight. Backward then only scales what forward found:
+   the head costs three matrix products in all, as without pieces, not the four of recomputation.
+
+N rows, C rows of a piece, D d_model, V vocab_size
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+"""Target of a position that does not count."""
+
+MAX_LOGITS = 1 << 26
+"""Logits of one piece: 256 MiB in fp32, and for V = 50,304 pieces of 1,334 rows, enough to fill a GPU."""
+
+
+class LossSums(NamedTuple):
+    """Sums over the counted targets of a batch; the caller divides by the tokens of the global batch."""
+
+    nats: Tensor
+    """fp32 scalar: sum of the negative log-likelihoods; differentiable."""
+    correct: Tensor
+    """int64 scalar: targets that are the argmax of their logits."""
+    tokens: Tensor
+    """int64 scalar: counted targets."""
+
+
+def cross_entropy_sums(hidden: Tensor, weight: Tensor, targets: Tensor) -> LossSums:
+    """Returns the loss sums of `targets` under the logits `hidden @ weight.T`.
+
+    Under autocast the products run in the autocast dtype; exponential, logarithm and all sums are fp32.
+    No counted target gives nats 0 and zero gradients.
+
+    Args:
+        hidden: (B, T, D) last hidden state.
+        weight: (V, D) weight of the head.
+        targets: (B, T) int64 in [0, V), or -100 for a position that does not count.
+    """
+    device_type = hidden.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+    flat_hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    flat_targets = targets.reshape(-1)
+    with torch.autocast(device_type, enabled=False):
+        nats, correct = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            flat_hidden, weight, flat_targets
+        )
+    return LossSums(nats, correct, (flat_targets != IGNORED).sum())
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """hidden (N, D), weight (V, D), targets (N,) -> nats, correct; forward finds the gradients too."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        head = weight.to(hidden.dtype)
+        rows = max(1, MAX_LOGITS // weight.shape[0])
+        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        # The sum over the pieces is kept in fp32: in bf16 it would lose what the later pieces add.
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        hidden_grads: list[Tensor] = []
+        nats = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        for piece, piece_targets in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
+            logits = (piece @ head.T).float()  # (C, V)
+            counted = piece_targets != IGNORED
+            index = piece_targets.where(counted, 0).unsqueeze(1)  # (C, 1)
+            correct += (logits.argmax(1) == piece_targets).sum()
+            log_norm = logits.logsumexp(1, keepdim=True)  # (C, 1)
+            losses = log_norm - logits.gather(1, index)
+            nats += losses.squeeze(1).where(counted, 0.0).sum()
+            if weight_grad is not None:
+                grad = _logits_grad(logits, log_norm, index, counted).to(hidden.dtype)
+                hidden_grads.append(grad @ head)
+                weight_grad += grad.T @ piece
+        if weight_grad is not None:
+            ctx.save_for_backward(torch.cat(hidden_grads), weight_grad.to(weight.dtype))
+        ctx.mark_non_differentiable(correct)
+        return nats, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, nats_grad: Tensor, _correct_grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return hidden_grad * nats_grad, weight_grad * nats_grad, None
+
+
+def _logits_grad(logits: Tensor, log_norm: Tensor, index: Tensor, counted: Tensor) -> Tensor:
+    """Returns d nats / d logits (C, V) = softmax - onehot, zero in rows that do not count."""
+    grad = (logits - log_norm).exp()
+    grad.scatter_add_(1, index, -torch.ones_like(log_norm))
+    return grad.where(counted.unsqueeze(1), 0.0)

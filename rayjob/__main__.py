@@ -1,0 +1,149 @@
+"""Command line of the job: python -m rayjob COMMAND --config FILE [KEY=VALUE …]
+
+Exit codes: 0 done; 2 bad usage or configuration, nothing started; 3 stopped on request, run again to go on; 1 any
+other failure.
+"""
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from rayjob.config import ConfigError, JobConfig
+from rayjob.config_file import load_config
+
+DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
+
+logger = logging.getLogger("rayjob")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    args = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        config = load_config(args.config, args.overrides)
+        return _run(args, config)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rayjob", description="Pretrain a Llama-style language model on Ray."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("prepare", "corpus -> tokenizer -> Parquet blocks"),
+        ("train", "train from the blocks; the same call resumes"),
+        ("run", "prepare, train, evaluate the best checkpoint"),
+        ("status", "where the run stands"),
+        ("plan", "parameters, steps, time and cost, before money is spent"),
+        ("eval", "evaluate a checkpoint"),
+        ("show-config", "the resolved configuration"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--config", type=Path, metavar="FILE", help="YAML; see rayjob/configs/")
+        command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted key and YAML value")
+        if name in ("status", "plan", "show-config"):
+            command.add_argument("--json", action="store_true", help="one JSON object on one line")
+        if name == "eval":
+            command.add_argument(
+                "--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint or run folder"
+            )
+            command.add_argument(
+                "--text", type=Path, nargs="+", metavar="PATH", help="text files instead of validation"
+            )
+    return parser
+
+
+def _run(args: argparse.Namespace, config: JobConfig) -> int:
+    if args.command in ("prepare", "train", "run"):
+        return _work(args.command, config)
+    if args.command == "eval":
+        return _eval(args, config)
+    _inspect(args, config)
+    return DONE
+
+
+def _inspect(args: argparse.Namespace, config: JobConfig) -> None:
+    """Prints what can be said without starting anything."""
+    if args.command == "plan":
+        from rayjob.plan import make_plan, render_plan
+
+        plan = make_plan(config)
+        print(json.dumps(plan) if args.json else render_plan(plan))
+    elif args.command == "status":
+        from rayjob.status import read_status
+
+        _print_tree(read_status(config), args.json)
+    else:
+        from rayjob.commands import show_config
+
+        _print_tree(show_config(config), args.json)
+
+
+def _print_tree(tree: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(tree) if as_json else yaml.safe_dump(tree, sort_keys=False), end="\n" if as_json else "")
+
+
+def _eval(args: argparse.Namespace, config: JobConfig) -> int:
+    from rayjob.commands import evaluate
+
+    print(json.dumps(evaluate(config, args.checkpoint, args.text).to_json()))
+    return DONE
+
+
+def _work(command: str, config: JobConfig) -> int:
+    """Runs a command that may take hours: it can be stopped, and its faults become one message."""
+    from model.checkpoint import CheckpointError
+    from ray.train import TrainingFailedError
+
+    from rayjob import commands
+    from rayjob.corpus.errors import CorpusError, PrepareCancelled
+    from rayjob.storage import LockedError
+    from rayjob.training.job import Outcome
+
+    stop = _stop_on_signals()
+    try:
+        outcome = {"prepare": commands.prepare, "train": commands.train, "run": commands.run}[command](config, stop)
+    except (CorpusError, CheckpointError, LockedError) as error:
+        print(error, file=sys.stderr)
+        return BAD_USAGE
+    except PrepareCancelled as error:
+        logger.warning("%s Run the same command again to go on.", error)
+        return STOPPED
+    except TrainingFailedError as error:
+        logger.error("training failed: %s", error)
+        return FAILED
+    if outcome is Outcome.STOPPED:
+        logger.warning("stopped with a checkpoint saved: run the same command again to go on.")
+        return STOPPED
+    return DONE
+
+
+def _stop_on_signals() -> threading.Event:
+    """Returns an event that SIGTERM and Ctrl-C set; a second Ctrl-C interrupts at once."""
+    stop = threading.Event()
+
+    def request(number: int, _frame: FrameType | None) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, request)
+    return stop
+
+
+if __name__ == "__main__":
+    sys.exit(main())

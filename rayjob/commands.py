@@ -1,0 +1,171 @@
+"""The commands of the job, one function each; the command line only parses and prints."""
+
+import json
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+from model.checkpoint import CheckpointError, best_checkpoint, resolve_checkpoint
+
+from model.config import ModelConfig
+from rayjob.config import ConfigError, JobConfig
+from rayjob.config_file import to_tree
+from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
+from rayjob.corpus.prepare import prepare as prepare_corpus
+from rayjob.evaluate import evaluate_split, evaluate_texts
+from rayjob.status import set_stage
+from rayjob.storage import read_json, write_atomically
+from rayjob.training import job
+from rayjob.training.evaluation import Evaluation
+from rayjob.training.feed import n_windows
+from rayjob.training.job import Outcome
+
+logger = logging.getLogger(__name__)
+
+EVALUATION_FILE = "evaluation.json"
+
+
+def prepare(config: JobConfig, stop: threading.Event) -> PreparedCorpus:
+    """Returns the corpus as blocks, doing only what is not done yet.
+
+    Raises:
+        ConfigError: everything that is wrong with the corpus, before Ray is touched.
+    """
+    found = find_prepared(config.data, config.tokenizer, config.storage_folder)
+    if found is None:
+        problems = check(config.data, config.tokenizer, config.storage_folder, config.model.max_seq_len)
+        if problems:
+            raise ConfigError(problems)
+        set_stage(config, "prepare")
+        connect()
+        found = prepare_corpus(
+            config.data,
+            config.tokenizer,
+            config.storage_folder,
+            config.model.max_seq_len,
+            is_cancelled=stop.is_set,
+        )
+    _check_windows(config, found)
+    return found
+
+
+def train(config: JobConfig, stop: threading.Event) -> Outcome:
+    """Trains from the prepared blocks, making them if needed; does nothing for a run that is done."""
+    corpus = prepare(config, stop)
+    n_steps = job.steps_of_run(config, corpus)
+    job.check_run_folder(config, corpus)
+    if job.latest_step(config) >= n_steps:
+        logger.info("run %s has all of its %d steps: nothing to train.", config.run_name, n_steps)
+        return Outcome.DONE
+    connect()
+    set_stage(config, "train", n_steps)
+    try:
+        outcome = job.train(config, corpus, stop)
+    except BaseException:
+        set_stage(config, "failed")
+        raise
+    set_stage(config, outcome.value)
+    return outcome
+
+
+def run(config: JobConfig, stop: threading.Event) -> Outcome:
+    """Prepares, trains, and evaluates the best checkpoint."""
+    outcome = train(config, stop)
+    best = best_checkpoint(config.run_folder)
+    if outcome is Outcome.DONE and best:
+        _evaluate_best(config, best)
+        set_stage(config, "done")
+    return outcome
+
+
+def _evaluate_best(config: JobConfig, best: Path) -> None:
+    path = config.run_folder / EVALUATION_FILE
+    if read_json(path).get("checkpoint") == best.name:
+        return
+    set_stage(config, "evaluate")
+    corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)
+    assert corpus is not None  # training has just used it
+    connect()
+    resources: dict[str, Any] = {"num_gpus": 1} if config.train.use_gpu else {"num_cpus": 0.5}
+    task = ray.remote(evaluate_split).options(**resources)
+    evaluation = ray.get(task.remote(best, corpus.tokens_folder, config.model.max_seq_len))
+    result = {"checkpoint": best.name} | evaluation.to_json()
+    write_atomically(path, json.dumps(result, indent=2) + "\n")
+    logger.info(
+        "best checkpoint %s: validation loss %.4f, perplexity %.1f, accuracy %.1f %%, %.3f bits per byte",
+        *(
+            best.name,
+            evaluation.val_loss,
+            evaluation.perplexity,
+            100 * evaluation.accuracy,
+            evaluation.bits_per_byte,
+        ),
+    )
+
+
+def evaluate(config: JobConfig, checkpoint: Path, texts: list[Path] | None) -> Evaluation:
+    """Returns the evaluation of a checkpoint or of a run's best, on texts or else on the validation split.
+
+    Raises:
+        ConfigError: no such checkpoint, an unreadable text, or no prepared corpus to validate on.
+    """
+    try:
+        folder = resolve_checkpoint(checkpoint)
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from error
+    if texts:
+        return evaluate_texts(folder, texts, config.model.max_seq_len)
+    corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)
+    if corpus is None:
+        raise ConfigError(["the corpus of this configuration is not prepared: run `prepare`, or give --text."])
+    return evaluate_split(folder, corpus.tokens_folder, config.model.max_seq_len)
+
+
+def show_config(config: JobConfig) -> dict[str, Any]:
+    """Returns the resolved configuration with derived values."""
+    model: ModelConfig = config.model
+    return to_tree(config) | {
+        "derived": {
+            "run_folder": str(config.run_folder),
+            "parameters": model.n_params,
+            "flops_per_token": model.flops_per_token,
+            "head_dim": model.head_dim,
+            "vocab_size": model.vocab_size,
+            "tokens_per_step": config.tokens_per_step,
+            "grad_accum_steps": config.train.grad_accum_steps,
+        }
+    }
+
+
+def connect() -> None:
+    """Connects to the cluster of RAY_ADDRESS, or starts a local Ray if that is not set.
+
+    Raises:
+        ConfigError: RAY_ADDRESS names a cluster that does not answer.
+    """
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=True)
+    except ConnectionError as error:
+        raise ConfigError([f"RAY_ADDRESS={address} does not answer: start the head or unset it. ({error})"]) from error
+    signal.signal(signal.SIGTERM, handler)  # Ray puts its own in its place
+
+
+def _check_windows(config: JobConfig, corpus: PreparedCorpus) -> None:
+    """Blocks made for another max_seq_len are as good, but may be too few tokens for one window."""
+    T = config.model.max_seq_len
+    problems = [
+        f"the {split} split has {tokens:,} tokens, fewer than one window of max_seq_len + 1 = {T + 1}: "
+        "add text or lower model.max_seq_len."
+        for split in ("train", "val")
+        if n_windows(tokens := getattr(corpus.manifest, split).tokens, T) < 1
+    ]
+    if problems:
+        raise ConfigError(problems)

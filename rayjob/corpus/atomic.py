@@ -1,0 +1,66 @@
+"""Files and folders that appear whole or not at all: temporary name, fsync, rename."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def temporary_path(final: Path) -> Path:
+    """A hidden name beside `final` that no other process picks."""
+    return final.with_name(f".{final.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes `data` to `path`, replacing what stood there; a kill leaves the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(path)
+    try:
+        temporary.write_bytes(data)
+        _sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """An empty folder to fill, renamed to `final` when the block ends without an error.
+
+    When another process has made `final` meanwhile, that one stays: equal names mean equal content here.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(final)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            _sync(file)
+        if not final.exists():
+            os.rename(temporary, final)
+    except OSError:
+        if not final.exists():
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _sync(final.parent)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Deletes what killed writers left under temporary names directly in `folder`."""
+    for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

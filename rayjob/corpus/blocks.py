@@ -1,0 +1,189 @@
+"""Parquet blocks of tokens and their manifest: the format that the feed reads.
+
+    <folder>/train/part-00000.parquet …
+    <folder>/val/part-00000.parquet …
+    <folder>/manifest.json               written last
+
+A row is one document or a piece of one: `doc_id: string`, `tokens: list<uint16>`, with EOS where the document
+ends. The rows of all blocks in order are the token stream. Nothing in a block or a manifest depends on the
+time, the machine or the number of tasks.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayjob.corpus.atomic import write_atomically
+
+DTYPE = "uint16"  # vocabularies have at most 65,536 pieces
+SPLITS = ("train", "val")
+SCHEMA = pa.schema([("doc_id", pa.string()), ("tokens", pa.list_(pa.uint16()))])
+UNIT_KEY = b"unit"
+
+
+class BlocksError(ValueError):
+    """A manifest or a block is missing, damaged or not the one that was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One Parquet file: its name, rows, tokens, size and sha256 of the file, and bytes of the text inside."""
+
+    name: str
+    rows: int
+    tokens: int
+    bytes: int
+    sha256: str
+    text_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTotals:
+    """One side of the split.
+
+    `bytes` is the size of its normalised text in UTF-8; `documents_sha256` covers the contents of its
+    documents whatever the tokenizer, so that equal values mean comparable losses per byte.
+    """
+
+    documents: int
+    tokens: int
+    bytes: int
+    documents_sha256: str
+    blocks: list[Block]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What the blocks were made from, and what they hold.
+
+    Attributes:
+        hash: of everything that decides the tokens; the folder's name. inputs: what `hash` covers: settings,
+        sources, tokenizer hash. tokenizer_hash: `Tokenizer.hash` of the tokenizer that made the tokens.
+        dtype: of a token. sources: per file name, bytes, sha256, documents, text_bytes, invalid_bytes. train,
+        val: the two sides. totals: rows_in, rows_empty, rows_boilerplate, rows_duplicate, rows_kept,
+        bytes_in, bytes_kept, tokens;
+            a row is a document here.
+        warnings: what a person should know about the sources, in full sentences.
+    """
+
+    hash: str
+    inputs: dict[str, Any]
+    tokenizer_hash: str
+    dtype: str
+    sources: list[dict[str, Any]]
+    train: SplitTotals
+    val: SplitTotals
+    totals: dict[str, int]
+    warnings: list[str]
+
+    def save(self, folder: Path) -> None:
+        text = json.dumps(asdict(self), indent=1, sort_keys=True, ensure_ascii=False)
+        write_atomically(folder / "manifest.json", text.encode() + b"\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """Reads `<folder>/manifest.json`.
+
+        Raises:
+            BlocksError: it is missing, so the blocks are not finished, or it is not a manifest.
+        """
+        path = Path(folder) / "manifest.json"
+        try:
+            fields = json.loads(path.read_bytes())
+            sides = {split: _load_totals(fields[split]) for split in SPLITS}
+            return cls(**{**fields, **sides})
+        except FileNotFoundError:
+            raise BlocksError(
+                f"{path} does not exist: the blocks are not finished, run prepare again."
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise BlocksError(
+                f"{path} is not a manifest ({error!r}): delete it and run prepare again."
+            ) from None
+
+    def split(self, name: str) -> SplitTotals:
+        return {"train": self.train, "val": self.val}[name]
+
+
+class Row(NamedTuple):
+    """One row of a block: the document's id and token ids (N,) uint16."""
+
+    doc_id: str
+    tokens: np.ndarray
+
+
+def write_block(path: Path, rows: Sequence[Row], *, unit_hash: str, text_bytes: int) -> Block:
+    """Writes a block whole or not at all, and describes it."""
+    ends = np.cumsum([0, *(len(row.tokens) for row in rows)], dtype=np.int32)
+    tokens = np.concatenate([row.tokens for row in rows])
+    lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(tokens, type=pa.uint16()))
+    schema = SCHEMA.with_metadata({UNIT_KEY: unit_hash.encode()})
+    table = pa.table([pa.array([row.doc_id for row in rows], pa.string()), lists], schema=schema)
+    buffer = io.BytesIO()
+    # Dictionary and statistics cost space and time and serve queries that nobody makes here.
+    pq.write_table(
+        table, buffer, compression="zstd", compression_level=1, use_dictionary=False, write_statistics=False
+    )
+    content = buffer.getvalue()
+    write_atomically(path, content)
+    return _describe(path.name, content, len(rows), len(tokens), text_bytes)
+
+
+def read_finished_block(path: Path, *, unit_hash: str, text_bytes: int) -> Block | None:
+    """The block at `path` if it is whole and was written for this unit, else None."""
+    try:
+        content = path.read_bytes()
+        table = pq.read_table(io.BytesIO(content))
+    except (OSError, pa.ArrowException):
+        return None
+    if (table.schema.metadata or {}).get(UNIT_KEY) != unit_hash.encode() or not table.schema.equals(SCHEMA):
+        return None
+    return _describe(path.name, content, table.num_rows, len(_tokens_of(table)), text_bytes)
+
+
+def token_stream(tokens_folder: Path, split: str) -> Iterator[np.ndarray]:
+    """Yields the tokens of each block, (N,) uint16, in block order; only the manifest's blocks are read.
+
+    Raises:
+        BlocksError: a block is missing, or its bytes are not those that the manifest describes.
+    """
+    for block in Manifest.load(tokens_folder).split(split).blocks:
+        path = Path(tokens_folder) / split / block.name
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise BlocksError(f"{path} is missing: run prepare again.") from None
+        if hashlib.sha256(content).hexdigest() != block.sha256:
+            raise BlocksError(f"{path} is not the block that was written: delete it and run prepare again.")
+        yield _tokens_of(pq.read_table(io.BytesIO(content), columns=["tokens"]))
+
+
+def missing_blocks(tokens_folder: Path, manifest: Manifest) -> list[Path]:
+    """Blocks that the manifest names and that are gone or of another size; costs one stat each."""
+    return [
+        path
+        for split in SPLITS
+        for block in manifest.split(split).blocks
+        if not (path := tokens_folder / split / block.name).exists() or path.stat().st_size != block.bytes
+    ]
+
+
+def _tokens_of(table: pa.Table) -> np.ndarray:
+    tokens: np.ndarray = table.column("tokens").combine_chunks().flatten().to_numpy()
+    return tokens
+
+
+def _describe(name: str, content: bytes, rows: int, tokens: int, text_bytes: int) -> Block:
+    return Block(name, rows, tokens, len(content), hashlib.sha256(content).hexdigest(), text_bytes)
+
+
+def _load_totals(fields: dict[str, Any]) -> SplitTotals:
+    return SplitTotals(**{**fields, "blocks": [Block(**block) for block in fields["blocks"]]})

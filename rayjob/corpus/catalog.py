@@ -1,0 +1,210 @@
+"""The documents that are kept, the side of the split each stands on, and what was noticed on the way."""
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from model.normalizer import Normalizer
+from rayjob.corpus.dedup import Copy, Fingerprint, find_copies, fingerprint, group_related
+from rayjob.corpus.documents import Document, Piece, cut_pieces, find_cut, read_document, scan_source
+from rayjob.corpus.errors import CorpusError
+from rayjob.corpus.sources import FORMS, Source
+from rayjob.corpus.split import Split, choose_validation
+
+logger = logging.getLogger(__name__)
+
+TINY_BYTES = 100  # a text file this short is more likely a mistake than a book; it is used, and named
+NAMED_PER_KIND = 20  # warnings of one kind written out; the rest are counted
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogSettings:
+    """The part of the config that decides which documents are kept and where they stand."""
+
+    normalizer: Normalizer
+    text_column: str
+    dedup: bool
+    val_fraction: float
+
+
+class Stretch(NamedTuple):
+    """A document, or the part of one that stands on this side of the split."""
+
+    document: Document
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+
+class SourceFacts(NamedTuple):
+    """What one file gave: documents found, bytes of their normalised text, bytes that were not UTF-8."""
+
+    documents: int
+    text_bytes: int
+    invalid_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """All of the corpus but the texts themselves.
+
+    Attributes:
+        train, val: what is tokenized for each side, in the order of document names.
+        source_facts: one entry per source, in order.
+        rows_in, rows_empty, rows_duplicate: documents found; without text; dropped as copies.
+        warnings: full sentences that name files.
+    """
+
+    train: tuple[Stretch, ...]
+    val: tuple[Stretch, ...]
+    source_facts: tuple[SourceFacts, ...]
+    rows_in: int
+    rows_empty: int
+    rows_duplicate: int
+    warnings: tuple[str, ...]
+
+    def splits(self) -> dict[str, tuple[Stretch, ...]]:
+        return {"train": self.train, "val": self.val}
+
+
+@functools.lru_cache(
+    maxsize=1
+)  # `check` and `prepare` of one job need the same one; sources carry their hashes
+def build_catalog(sources: tuple[Source, ...], settings: CatalogSettings) -> Catalog:
+    """Reads every source once, drops empty documents and copies, and splits the rest.
+
+    Raises:
+        CorpusError: no text at all, or a file that is not what its suffix says (all such files are named).
+    """
+    scan = _scan(sources, settings)
+    if not scan.documents:
+        raise CorpusError([f"The corpus is empty: none of its {len(sources)} files holds any text. {FORMS}"])
+    copies = _find_copies(scan) if settings.dedup else []
+    dropped = {copy.copy for copy in copies}
+    kept = [index for index in range(len(scan.documents)) if index not in dropped]
+    documents = [scan.documents[index] for index in kept]
+    sha256s = [document.sha256 for document in documents]
+    groups = group_related(sha256s, [scan.fingerprints[index] for index in kept])
+    sizes = [document.bytes for document in documents]
+    split = choose_validation(sha256s, sizes, groups, settings.val_fraction)
+    train, val = _deal(documents, split, settings.normalizer)
+    return Catalog(
+        train,
+        val,
+        tuple(scan.source_facts),
+        rows_in=len(scan.documents) + len(scan.empty),
+        rows_empty=len(scan.empty),
+        rows_duplicate=len(copies),
+        warnings=tuple(_warnings(sources, scan, copies)),
+    )
+
+
+def read_texts(stretches: Sequence[Stretch], settings: CatalogSettings) -> Iterator[str]:
+    """The normalised texts of one side of the split, one at a time."""
+    for document, pieces in stretches:
+        text = read_document(document, settings.normalizer)
+        yield text[pieces[0].start : pieces[-1].stop]
+
+
+class _Scan(NamedTuple):
+    documents: list[Document]
+    fingerprints: list[Fingerprint]
+    source_facts: list[SourceFacts]
+    empty: list[str]  # ids of documents without text
+
+
+def _scan(sources: tuple[Source, ...], settings: CatalogSettings) -> _Scan:
+    scan = _Scan([], [], [], [])
+    problems = []
+    for source in sources:
+        try:
+            scan.source_facts.append(_scan_one(source, settings, scan))
+        except CorpusError as error:
+            problems += error.problems
+    if problems:
+        raise CorpusError(problems)
+    return scan
+
+
+def _scan_one(source: Source, settings: CatalogSettings, scan: _Scan) -> SourceFacts:
+    documents = text_bytes = invalid_bytes = 0
+    for document, text, invalid in scan_source(source, settings.normalizer, settings.text_column):
+        documents += 1
+        text_bytes += document.bytes
+        invalid_bytes += invalid
+        if text.strip():
+            scan.documents.append(document)
+            scan.fingerprints.append(fingerprint(text))
+        else:
+            scan.empty.append(document.doc_id)
+    return SourceFacts(documents, text_bytes, invalid_bytes)
+
+
+def _find_copies(scan: _Scan) -> list[Copy]:
+    return find_copies([document.sha256 for document in scan.documents], scan.fingerprints)
+
+
+def _deal(
+    documents: Sequence[Document], split: Split, normalizer: Normalizer
+) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...]]:
+    train, val = [], []
+    for index, document in enumerate(documents):
+        if index == split.cut_document:
+            head, tail = _cut_tail(document, split.tail_bytes, normalizer)
+            train.append(Stretch(document, head))
+            val += [Stretch(document, tail)] if tail else []
+        else:
+            (val if index in split.held_out else train).append(Stretch(document, document.pieces))
+    return tuple(train), tuple(val)
+
+
+def _cut_tail(
+    document: Document, tail_bytes: int, normalizer: Normalizer
+) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    text = read_document(document, normalizer)
+    place = len(text) - round(len(text) * tail_bytes / document.bytes)
+    cut = find_cut(text, 0, place)
+    return cut_pieces(text, 0, cut), cut_pieces(text, cut)
+
+
+def _warnings(sources: tuple[Source, ...], scan: _Scan, copies: Sequence[Copy]) -> Iterator[str]:
+    ids = [document.doc_id for document in scan.documents]
+    facts = list(zip(sources, scan.source_facts, strict=True))
+    yield from _some(
+        f"{source.name}: {fact.invalid_bytes} bytes are not UTF-8 and were read as Windows-1252."
+        for source, fact in facts
+        if fact.invalid_bytes
+    )
+    yield from _some(f"{doc_id} is empty and was left out." for doc_id in scan.empty)
+    yield from _some(f"{source.name} holds no document." for source, fact in facts if not fact.documents)
+    yield from _some(
+        f"{document.doc_id} is only {document.bytes} bytes long."
+        for document in scan.documents
+        if document.field is None and document.bytes < TINY_BYTES
+    )
+    yield from _some(_describe_copy(copy, ids) for copy in copies)
+
+
+def _describe_copy(copy: Copy, ids: Sequence[str]) -> str:
+    if copy.share == 1.0:
+        return f"{ids[copy.copy]} is a copy of {ids[copy.original]} and was left out."
+    return (
+        f"{ids[copy.copy]} was left out: {copy.share:.0%} of its long sentences stand in earlier documents, "
+        f"most of them in {ids[copy.original]}."
+    )
+
+
+def _some(sentences: Iterator[str]) -> Iterator[str]:
+    rest = 0
+    for number, sentence in enumerate(sentences):
+        if number < NAMED_PER_KIND:
+            last = sentence
+            yield sentence
+        else:
+            rest += 1
+    if rest:
+        yield f"… and {rest} more like the last one ({last})"

@@ -1,0 +1,181 @@
+"""From the bytes of a file to documents: the rule for odd bytes, the cleaning, and the pieces of a long text.
+
+Bytes: a file that begins with a UTF-16 byte-order mark is UTF-16, everything else is UTF-8. A byte that is
+not valid UTF-8 is read on its own as Windows-1252, the usual origin of such bytes, or becomes U+FFFD where
+that code page has no character; such bytes are counted. Line ends, marks and NUL are the normaliser's.
+"""
+
+import codecs
+import gzip
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from model.normalizer import Normalizer
+from rayjob.corpus.errors import CorpusError
+from rayjob.corpus.sources import Source
+
+# At most 1 MiB of UTF-8, so that a block fills up well whatever the length of its documents.
+PIECE_CHARS = 2**18
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+ESCAPED = re.compile("[\udc80-\udcff]")  # how Python marks a byte that is not UTF-8
+WINDOWS_1252 = {0xDC00 + byte: bytes([byte]).decode("cp1252", "replace") for byte in range(0x80, 0x100)}
+
+
+class Piece(NamedTuple):
+    """Characters [start, stop) of a normalised text, and their size in UTF-8."""
+
+    start: int
+    stop: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text of the corpus: where its bytes lie, and what it is once normalised.
+
+    Attributes:
+        doc_id: the file's name, with `:line` for a line of .jsonl.
+        path: the file as it lies now.
+        first_byte, end_byte: its bytes in the file's (unpacked) content.
+        field: key of the text in its JSON object; None where the bytes are the text.
+        sha256: of the normalised text in UTF-8.
+        bytes, chars: size of the normalised text.
+        pieces: the normalised text cut before white space, in order and without a gap.
+    """
+
+    doc_id: str
+    path: str
+    first_byte: int
+    end_byte: int
+    field: str | None
+    sha256: str
+    bytes: int
+    chars: int
+    pieces: tuple[Piece, ...]
+
+
+class ScannedDocument(NamedTuple):
+    """A document with its normalised text and the number of its bytes that were not UTF-8."""
+
+    document: Document
+    text: str
+    invalid_bytes: int
+
+
+def decode_bytes(data: bytes) -> tuple[str, int]:
+    """The text of `data` by the rule above, and how many of its bytes were not valid."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        text = data.decode("utf-16", "replace")
+        return text, text.count(REPLACEMENT)
+    text = data.decode("utf-8", "surrogateescape")
+    invalid = sum(1 for _ in ESCAPED.finditer(text))
+    return (text.translate(WINDOWS_1252) if invalid else text), invalid
+
+
+def scan_source(source: Source, normalizer: Normalizer, text_column: str) -> Iterator[ScannedDocument]:
+    """Reads one file and yields its documents in order; the file is in memory, one at a time.
+
+    Raises:
+        CorpusError: the file is not what its suffix says.
+    """
+    content = read_content(source.path)
+    if not source.name.endswith(".jsonl"):
+        text, invalid = decode_bytes(content)
+        yield _describe(source.name, source.path, (0, len(content)), None, normalizer(text), invalid)
+        return
+    first = 0
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        end = first + len(line)
+        if line.strip():
+            text, invalid = _parse_line(line, text_column, f"{source.name}:{number}")
+            doc_id = f"{source.name}:{number}"
+            yield _describe(doc_id, source.path, (first, end), text_column, normalizer(text), invalid)
+        first = end
+
+
+def read_document(document: Document, normalizer: Normalizer) -> str:
+    """The normalised text of a document that was scanned before.
+
+    Raises:
+        CorpusError: the file is gone or its text is no longer the one that was scanned.
+    """
+    content = read_content(document.path, document.first_byte, document.end_byte)
+    if document.field is None:
+        text, _ = decode_bytes(content)
+    else:
+        text, _ = _parse_line(content, document.field, document.doc_id)
+    text = normalizer(text)
+    if hashlib.sha256(text.encode()).hexdigest() != document.sha256:
+        raise CorpusError(
+            [f"{document.path} changed while it was being prepared: run the same command again."]
+        )
+    return text
+
+
+def read_content(path: str, first_byte: int = 0, end_byte: int | None = None) -> bytes:
+    """Bytes [first_byte, end_byte) of a file, of the unpacked content for .gz.
+
+    Raises:
+        CorpusError: the file cannot be read, or is not gzip data though it is named so.
+    """
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            file.seek(first_byte)
+            return file.read(-1 if end_byte is None else end_byte - first_byte)
+    except (OSError, EOFError, zlib.error) as error:
+        raise CorpusError(
+            [f"{path} cannot be read ({error}); every node must see it under this path."]
+        ) from None
+
+
+def cut_pieces(text: str, start: int = 0, stop: int | None = None) -> tuple[Piece, ...]:
+    """Cuts characters [start, stop) into pieces of at most PIECE_CHARS, before white space where there is any."""
+    end = len(text) if stop is None else stop
+    pieces = []
+    while start < end:
+        cut = end if end - start <= PIECE_CHARS else find_cut(text, start, start + PIECE_CHARS)
+        pieces.append(Piece(start, cut, len(text[start:cut].encode())))
+        start = cut
+    return tuple(pieces)
+
+
+def find_cut(text: str, start: int, stop: int) -> int:
+    """The last place in (start, stop] where a word ends and white space begins; `stop` in text without any.
+
+    The tokenizer's pieces take white space in front of a word, so a cut there changes no token.
+    """
+    place = stop
+    while place > start:
+        place = max(text.rfind(" ", start, place), text.rfind("\n", start, place))
+        if place > start and not text[place - 1].isspace():
+            return place
+    return stop
+
+
+def _parse_line(line: bytes, field: str, where: str) -> tuple[str, int]:
+    text, invalid = decode_bytes(line)
+    try:
+        row = json.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise CorpusError([f"{where} is not a JSON object ({error})."]) from None
+    value = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(value, str):
+        raise CorpusError(
+            [f'{where} has no text under "{field}": expected {{"{field}": "..."}} (data.text_column).']
+        )
+    return value, invalid
+
+
+def _describe(
+    doc_id: str, path: str, span: tuple[int, int], field: str | None, text: str, invalid_bytes: int
+) -> ScannedDocument:
+    encoded = text.encode()
+    digest = hashlib.sha256(encoded).hexdigest()
+    document = Document(doc_id, path, *span, field, digest, len(encoded), len(text), cut_pieces(text))
+    return ScannedDocument(document, text, invalid_bytes)

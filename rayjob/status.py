@@ -1,0 +1,69 @@
+"""`status`: what a run folder says about its run, without Ray."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint import best_checkpoint, latest_checkpoint
+
+from rayjob.config import JobConfig
+from rayjob.storage import read_json, write_atomically
+from rayjob.training.metrics import MetricsRow, read_metrics
+from rayjob.training.mlflow_sink import read_run_id
+from rayjob.training.recorder import STARTS_FILE
+
+_STAGE_FILE = "stage.json"
+_RATE_STEPS = 50  # the rate is the median of the last steps
+
+
+def set_stage(config: JobConfig, stage: str, max_steps: int | None = None) -> None:
+    """Records where the job is: prepare, train, evaluate, done, stopped, budget or failed."""
+    known = read_json(config.run_folder / _STAGE_FILE)
+    steps = max_steps or known.get("max_steps")
+    write_atomically(config.run_folder / _STAGE_FILE, json.dumps({"stage": stage, "max_steps": steps}))
+
+
+def read_status(config: JobConfig) -> dict[str, Any]:
+    """Returns the status object of DESIGN: every key, null where it is not known yet."""
+    folder = config.run_folder
+    stage = read_json(folder / _STAGE_FILE)
+    rows = list(read_metrics(folder))
+    last = rows[-1] if rows else None
+    val_losses = [row.val_loss for row in rows if row.val_loss is not None]
+    max_steps = stage.get("max_steps") or config.train.max_steps
+    rate = statistics.median(row.tokens_per_s for row in rows[-_RATE_STEPS:]) if rows else None
+    return {
+        "stage": stage.get("stage", "new"),
+        "step": last.step if last else 0,
+        "max_steps": max_steps,
+        "epoch": last.epoch if last else 0,
+        "tokens": last.tokens if last else 0,
+        "train_loss": last.loss if last else None,
+        "val_loss": val_losses[-1] if val_losses else None,
+        "best_val_loss": min(val_losses, default=None),
+        "best_checkpoint": _path(best_checkpoint(folder)),
+        "latest_checkpoint": _path(latest_checkpoint(folder)),
+        "mlflow_run_id": read_run_id(folder),
+        "tokens_per_s": rate,
+        "mfu_pct": last.mfu_pct if last else None,
+        "elapsed_s": last.elapsed_s if last else 0.0,
+        "eta_s": _eta_s(last, max_steps, rate),
+        "cost_usd": last.cost_usd if last else 0.0,
+        "restarts": _restarts(folder),
+    }
+
+
+def _path(folder: Path | None) -> str | None:
+    return str(folder) if folder else None
+
+
+def _eta_s(last: MetricsRow | None, max_steps: int | None, rate: float | None) -> float | None:
+    if last is None or max_steps is None or rate is None:
+        return None
+    return max(0, max_steps - last.step) * (last.tokens / last.step) / rate
+
+
+def _restarts(folder: Path) -> int:
+    starts = folder / STARTS_FILE
+    return max(0, len(starts.read_text().splitlines()) - 1) if starts.exists() else 0

@@ -1,0 +1,1 @@
+"""Training: window order, recipe, saving, recovery, evaluation, tracking."""

@@ -1,0 +1,170 @@
+"""The driver's side of training: starts the Ray Train job, follows it, and turns its end into an outcome.
+
+1. Refuse a run folder that another driver holds, or that belongs to another corpus, tokenizer or shape.
+2. fit() runs in a thread of its own, so that the main thread is free to receive signals.
+3. A request to stop goes to the workers; they finish the step, save and return.
+4. Trackers and progress lines follow the run folder meanwhile.
+"""
+
+import enum
+import logging
+import os
+import threading
+
+import ray
+import ray.train.torch
+import yaml
+from model.checkpoint import latest_checkpoint, load_trainer_state
+from model.tokenizer import Tokenizer
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+from rayjob.config import JobConfig
+from rayjob.config_file import to_tree
+from rayjob.corpus.prepare import PreparedCorpus
+from rayjob.storage import exclusive, write_atomically
+from rayjob.training.feed import n_windows
+from rayjob.training.loop import TrainTask, train_loop
+from rayjob.training.mlflow_sink import MlflowSink
+from rayjob.training.narration import Narration
+from rayjob.training.preemption import StopSignal
+from rayjob.training.recovery import find_sound_checkpoint, forget_ray_snapshot, load_run
+from rayjob.training.schedule import WindowOrder, max_steps
+from rayjob.training.tensorboard_sink import TensorboardSink
+from rayjob.training.tracking import Sink, Tracking
+from rayjob.training.wandb_sink import WandbSink
+
+logger = logging.getLogger(__name__)
+
+# Ray reads these in the controller, which takes them over from the driver.
+_RAY_TRAIN_SETTINGS = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # a report is committed at the next look; the default is 2 s
+}
+
+
+class Outcome(enum.Enum):
+    """How training ended when nothing failed."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+    BUDGET = "budget"
+
+
+def steps_of_run(config: JobConfig, corpus: PreparedCorpus) -> int:
+    """Returns the updates of the whole run on this corpus."""
+    windows = n_windows(corpus.manifest.train.tokens, config.model.max_seq_len)
+    return max_steps(config, WindowOrder(windows, config.train.global_batch_size, config.seed))
+
+
+def latest_step(config: JobConfig) -> int:
+    """Returns the step of the run's newest complete checkpoint, 0 if it has none."""
+    latest = latest_checkpoint(config.run_folder)
+    return int(load_trainer_state(latest)[1]["step"]) if latest else 0
+
+
+def check_run_folder(config: JobConfig, corpus: PreparedCorpus) -> None:
+    """Raises CheckpointError if the run's newest checkpoint is of another corpus, tokenizer or shape."""
+    folder = find_sound_checkpoint(config.run_folder)
+    if folder:
+        tokenizer = Tokenizer.load(corpus.tokenizer_folder)
+        load_run(folder, config.model, corpus.manifest.hash, tokenizer.hash)
+
+
+def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> Outcome:
+    """Trains to the end, to a stop or to the end of the budget; Ray must be initialised.
+
+    Args:
+        stop: set by a signal handler; the workers then save and return.
+
+    Raises:
+        LockedError: another driver trains this run.
+        CheckpointError: the run folder belongs to another corpus, tokenizer or shape.
+        ray.train.TrainingFailedError: more failures than the budget allows.
+    """
+    run_folder = config.run_folder
+    with exclusive(run_folder / "driver.lock", f"run {config.run_name}"):
+        check_run_folder(config, corpus)
+        _write_config(config)
+        forget_ray_snapshot(run_folder)
+        n_steps = steps_of_run(config, corpus)
+        tracking = Tracking(run_folder, _sinks(config, n_steps))
+        status = "FAILED"
+        try:
+            _fit(config, corpus, stop)
+            is_done = latest_step(config) >= n_steps
+            status = "FINISHED" if is_done else "KILLED"
+        finally:
+            tracking.finish(status)
+    if is_done:
+        return Outcome.DONE
+    return Outcome.STOPPED if stop.is_set() else Outcome.BUDGET
+
+
+def _fit(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> None:
+    """Runs fit() to its end in a thread; passes a stop on and an error up."""
+    os.environ.update({name: os.environ.get(name, value) for name, value in _RAY_TRAIN_SETTINGS.items()})
+    stop_signal = StopSignal.remote()  # type: ignore[attr-defined]
+    task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, stop_signal)
+    trainer = _build_trainer(config, task)
+    errors: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=fit, name="fit", daemon=True)
+    thread.start()
+    is_asked = False
+    while thread.is_alive():
+        thread.join(0.2)
+        if stop.is_set() and not is_asked:
+            logger.warning("stop requested: the workers finish the step, save and end.")
+            stop_signal.request.remote()
+            is_asked = True
+    if errors:
+        raise errors[0]
+
+
+def _build_trainer(config: JobConfig, task: TrainTask) -> ray.train.torch.TorchTrainer:
+    train = config.train
+    cpus = {"CPU": _cpus_per_worker(train.num_workers)}
+    return ray.train.torch.TorchTrainer(
+        train_loop,
+        train_loop_config={"task": task},
+        torch_config=ray.train.torch.TorchConfig(timeout_s=int(train.step_timeout_s)),
+        scaling_config=ScalingConfig(
+            num_workers=train.num_workers,
+            use_gpu=train.use_gpu,
+            resources_per_worker=(cpus | {"GPU": 1}) if train.use_gpu else cpus,
+        ),
+        run_config=RunConfig(
+            name=config.run_name,
+            storage_path=str(config.runs_folder),
+            failure_config=FailureConfig(
+                max_failures=config.failure.max_failures,
+                max_preemption_failures=config.failure.max_preemptions,  # type: ignore[call-arg]
+            ),
+        ),
+    )
+
+
+def _cpus_per_worker(num_workers: int) -> float:
+    """Returns a share that leaves a fifth of the cluster to actors that only coordinate or serve."""
+    cpus: float = ray.cluster_resources().get("CPU", 1.0)  # type: ignore[no-untyped-call]
+    return min(1.0, round(0.8 * cpus / num_workers, 2))
+
+
+def _write_config(config: JobConfig) -> None:
+    """Writes config.yaml of the run, naming what changed since the last attempt."""
+    write_atomically(config.run_folder / "config.yaml", yaml.safe_dump(to_tree(config), sort_keys=False))
+
+
+def _sinks(config: JobConfig, n_steps: int) -> list[Sink]:
+    sinks: list[Sink] = [Narration(n_steps), MlflowSink(config)]
+    if config.tracking.tensorboard:
+        sinks.append(TensorboardSink(config.run_folder))
+    if config.tracking.wandb and os.environ.get("WANDB_API_KEY"):
+        sinks.append(WandbSink(config))
+    return sinks

@@ -1,0 +1,88 @@
+"""metrics.csv: one row per optimizer step, the record of the run that trackers and `status` read.
+
+Rank 0 is the only writer. A row is flushed when its step ends; after a restart the rows beyond the checkpoint are cut
+off, so no step stands in it twice.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO
+
+METRICS_FILE = "metrics.csv"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRow:
+    """Values after an update; None where a step has none."""
+
+    step: int
+    epoch: int
+    tokens: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    mfu_pct: float | None
+    data_wait_pct: float
+    val_loss: float | None
+    val_accuracy: float | None
+    val_bits_per_byte: float | None
+    cost_usd: float
+    elapsed_s: float  # training time over all attempts
+    wall_time: float  # seconds since 1970
+
+    def to_csv(self) -> str:
+        # repr of a float is exact, so two runs can be compared bit for bit.
+        values = (getattr(self, name) for name in COLUMNS)
+        return ",".join("" if value is None else repr(value) for value in values) + "\n"
+
+
+COLUMNS = tuple(field.name for field in fields(MetricsRow))
+_INTEGERS = frozenset({"step", "epoch", "tokens"})
+
+
+class MetricsWriter:
+    """Appends rows to a run's metrics.csv.
+
+    Args:
+        run_folder: the run's folder.
+        step: the step training resumes from; later rows are cut off.
+    """
+
+    def __init__(self, run_folder: Path, step: int) -> None:
+        self._path = run_folder / METRICS_FILE
+        kept = [row for row in read_metrics(run_folder) if row.step <= step]
+        self.last = kept[-1] if kept else None
+        temporary = self._path.with_suffix(".csv.tmp")
+        temporary.write_text(",".join(COLUMNS) + "\n" + "".join(row.to_csv() for row in kept))
+        os.replace(temporary, self._path)
+        self._file: IO[str] = self._path.open("a")
+
+    def write(self, row: MetricsRow) -> None:
+        self._file.write(row.to_csv())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(run_folder: Path) -> Iterator[MetricsRow]:
+    """Yields the complete rows of a run's metrics.csv; none if there is no file."""
+    path = run_folder / METRICS_FILE
+    if path.exists():
+        with path.open() as file:
+            yield from (row for line in file if line.endswith("\n") and (row := parse_line(line)))
+
+
+def parse_line(line: str) -> MetricsRow | None:
+    """Returns the row of a line, or None for the header."""
+    cells = line.rstrip("\n").split(",")
+    if cells[0] == COLUMNS[0]:
+        return None
+    values = {
+        name: None if cell == "" else (int if name in _INTEGERS else float)(cell)
+        for name, cell in zip(COLUMNS, cells, strict=True)
+    }
+    return MetricsRow(**values)  # type: ignore[arg-type]

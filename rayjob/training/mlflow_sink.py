@@ -1,0 +1,125 @@
+"""MLflow: one run from start to end across restarts, metrics by global step, config, samples and best checkpoint."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint import best_checkpoint
+
+from rayjob.config import JobConfig
+from rayjob.config_file import flatten_tree
+from rayjob.training.metrics import MetricsRow
+from rayjob.training.sample import SAMPLES_FOLDER
+from rayjob.training.tracking import metrics_of
+
+logger = logging.getLogger(__name__)
+
+_MAX_VALUE_CHARS = 5_000  # MLflow's own limit is 6,000
+_RUN_ID_FILE = "mlflow_run_id"
+
+
+def tracking_uri(config: JobConfig) -> str:
+    """Returns the configured server, or the sqlite store in storage."""
+    return config.tracking.mlflow_uri or f"sqlite:///{config.storage_folder / 'mlflow' / 'mlflow.db'}"
+
+
+def read_run_id(run_folder: Path) -> str | None:
+    """Returns the MLflow run that belongs to a run folder, or None before the first contact."""
+    path = run_folder / _RUN_ID_FILE
+    return path.read_text().strip() if path.exists() else None
+
+
+class MlflowSink:
+    """Implements `Sink`; MLflow is imported in its thread, for the import alone takes seconds."""
+
+    name = "mlflow"
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        self._run_folder = config.run_folder
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self) -> int:
+        # A server that is away must not hold the thread for MLflow's default of minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        from mlflow import MlflowClient
+
+        if self._config.tracking.mlflow_uri is None:
+            (self._config.storage_folder / "mlflow").mkdir(parents=True, exist_ok=True)
+        self._client = MlflowClient(tracking_uri(self._config))
+        self._run_id = self._find_run() or self._create_run()
+        (self._run_folder / _RUN_ID_FILE).write_text(self._run_id + "\n")
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._log_params()
+        self._client.log_artifact(self._run_id, str(self._run_folder / "config.yaml"))
+        history = self._client.get_metric_history(self._run_id, "train/loss")
+        return max((metric.step for metric in history), default=0)
+
+    def send(self, rows: Sequence[MetricsRow]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(key, value, int(row.wall_time * 1000), row.step)
+            for row in rows
+            for key, value in metrics_of(row).items()
+        ]
+        for row in rows:
+            sample = self._run_folder / SAMPLES_FOLDER / f"step_{row.step:08d}.txt"
+            if sample.exists():
+                self._client.log_artifact(self._run_id, str(sample), SAMPLES_FOLDER)
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self, status: str) -> None:
+        best = best_checkpoint(self._run_folder)
+        if status == "FINISHED" and best:
+            self._log_checkpoint(best)
+        self._client.set_terminated(self._run_id, status)
+
+    def _find_run(self) -> str | None:
+        from mlflow.exceptions import MlflowException
+
+        run_id = read_run_id(self._run_folder)
+        if run_id is None:
+            return None
+        try:
+            run = self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning("MLflow run %s is not in this store any more: a new one takes its place.", run_id)
+            return None
+        return None if run.info.lifecycle_stage == "deleted" else run_id
+
+    def _create_run(self) -> str:
+        name = self._config.tracking.experiment
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment:
+            experiment_id = experiment.experiment_id
+        else:
+            artifacts = self._config.storage_folder / "mlflow" / "artifacts"
+            location = artifacts.as_uri() if self._config.tracking.mlflow_uri is None else None
+            experiment_id = self._client.create_experiment(name, location)
+        return str(self._client.create_run(experiment_id, run_name=self._config.run_name).info.run_id)
+
+    def _log_params(self) -> None:
+        """Logs every key; one that changed since the first attempt becomes a tag, for MLflow's params are final."""
+        from mlflow.entities import Param, RunTag
+
+        known = self._client.get_run(self._run_id).data.params
+        now = {key: str(value)[:_MAX_VALUE_CHARS] for key, value in flatten_tree(self._config).items()}
+        params = [Param(key, value) for key, value in now.items() if key not in known]
+        tags = [
+            RunTag(f"changed.{key}", f"{known[key]} -> {value}")
+            for key, value in now.items()
+            if key in known and known[key] != value
+        ]
+        self._client.log_batch(self._run_id, params=params, tags=tags)
+
+    def _log_checkpoint(self, folder: Path) -> None:
+        for path in sorted(folder.iterdir()):
+            if path.is_file():  # trainer/ is for resuming only
+                self._client.log_artifact(self._run_id, str(path), f"checkpoints/{folder.name}")

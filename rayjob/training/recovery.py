@@ -1,0 +1,57 @@
+"""Where a run goes on from: the newest sound checkpoint in its folder.
+
+The folder is the truth. Ray Train's snapshot of it is written at another moment and in place, so it can be torn or
+name folders that are gone, and then fit() fails; it is removed before every start and made anew by the next report.
+"""
+
+import logging
+from pathlib import Path
+
+from model.checkpoint import CheckpointError, load_config, load_trainer_state, verify_checkpoint
+from torch import Tensor
+
+from model.config import ModelConfig
+from rayjob.training.saving import RunState
+
+logger = logging.getLogger(__name__)
+
+_RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+
+def forget_ray_snapshot(run_folder: Path) -> None:
+    (run_folder / _RAY_SNAPSHOT).unlink(missing_ok=True)
+
+
+def find_sound_checkpoint(run_folder: Path) -> Path | None:
+    """Returns the newest checkpoint whose every file is as saved, warning about newer ones that are not."""
+    for folder in sorted(run_folder.glob("step_*"), reverse=True):
+        try:
+            verify_checkpoint(folder)
+        except CheckpointError as error:
+            logger.warning("%s It is left out; trying the one before.", error)
+        else:
+            return folder
+    return None
+
+
+def load_run(
+    folder: Path, model: ModelConfig, manifest_hash: str, tokenizer_hash: str
+) -> tuple[dict[str, Tensor], RunState]:
+    """Returns the optimizer's tensors and the state saved in a sound checkpoint.
+
+    Raises:
+        CheckpointError: if it is of another corpus, tokenizer or shape; both values are named.
+    """
+    tensors, saved = load_trainer_state(folder)
+    state = RunState.from_json(saved)
+    for name, mine, theirs in (
+        ("tokenizer", tokenizer_hash, state.tokenizer_hash),
+        ("corpus", manifest_hash, state.manifest_hash),
+        ("model", model, load_config(folder)),
+    ):
+        if mine != theirs:
+            raise CheckpointError(
+                f"{folder} was trained with {name} {theirs}, but the configuration gives {name} {mine}: "
+                "choose another run_name, or restore the configuration of the run."
+            )
+    return tensors, state

@@ -1,0 +1,38 @@
+"""A text sample at each validation: what the model writes now, from the same openings every time."""
+
+from pathlib import Path
+
+from model.tokenizer import Tokenizer
+
+from model.generate import generate
+from model.llama import Llama
+from model.sampling import SamplingParams
+
+SAMPLES_FOLDER = "samples"
+_OPENINGS = ("The ", "She said that ", "It was a dark night, and ")
+_MAX_NEW_TOKENS = 48
+
+
+def write_sample(run_folder: Path, step: int, model: Llama, tokenizer: Tokenizer, seed: int) -> None:
+    """Writes samples/step_XXXXXXXX.txt: one paragraph for each opening, the same draw at every step."""
+    is_training = model.training
+    model.eval()
+    texts = [_continue(model, tokenizer, opening, seed) for opening in _OPENINGS]
+    model.train(is_training)
+    path = run_folder / SAMPLES_FOLDER / f"step_{step:08d}.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+
+
+def _continue(model: Llama, tokenizer: Tokenizer, opening: str, seed: int) -> str:
+    prompt = tokenizer.encode_prompt(opening)
+    room = max(0, model.config.max_seq_len - len(prompt))
+    tokens = generate(
+        model,
+        prompt,
+        SamplingParams(),
+        max_new_tokens=min(_MAX_NEW_TOKENS, room),
+        seed=seed,
+        eos_id=tokenizer.eos_id,
+    )
+    return tokenizer.decode([*prompt, *(generated.token for generated in tokens)])

@@ -1,0 +1,99 @@
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+
+from rayjob.config import DataConfig
+from rayjob.corpus.errors import CorpusError
+from rayjob.corpus.sources import find_sources
+
+
+def write(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_txt", ".txt").replace("_md", ".md")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def names(storage: Path, *paths: Path | str) -> list[str]:
+    sources = find_sources(DataConfig(source="text", paths=tuple(map(str, paths))), storage)
+    return [source.name for source in sources]
+
+
+def test_folder_is_searched_to_the_bottom_and_ordered_by_name(tmp_path: Path) -> None:
+    books = write(tmp_path / "books", b_txt="b", a_txt="a", deep__er__c_txt="c", readme_md="no book")
+    (books / "z.txt.gz").write_bytes(gzip.compress(b"z"))
+    (books / "rows.jsonl").write_text('{"text": "row"}')
+    assert names(tmp_path, books) == ["a.txt", "b.txt", "deep/er/c.txt", "rows.jsonl", "z.txt.gz"]
+
+
+def test_order_and_names_do_not_depend_on_the_order_of_paths(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one", x_txt="1"), write(tmp_path / "two", x_txt="2")
+    assert names(tmp_path, two, one) == names(tmp_path, one, two) == ["one/x.txt", "two/x.txt"]
+
+
+def test_moved_corpus_keeps_its_names(tmp_path: Path) -> None:
+    books = write(tmp_path / "books", a_txt="a", sub__b_txt="b")
+    before = names(tmp_path, books)
+    books.rename(tmp_path / "elsewhere")
+    assert names(tmp_path, tmp_path / "elsewhere") == before
+
+
+def test_glob_takes_what_it_matches_and_any_suffix(tmp_path: Path) -> None:
+    books = write(tmp_path / "books", a_txt="a", ab_txt="ab", b_txt="b", readme_md="taken")
+    assert names(tmp_path, f"{books}/a*.txt") == ["a.txt", "ab.txt"]
+    assert names(tmp_path, f"{books}/*") == ["a.txt", "ab.txt", "b.txt", "readme.md"]
+
+
+def test_file_reached_twice_is_one_source(tmp_path: Path) -> None:
+    books = write(tmp_path / "books", a_txt="a", b_txt="b")
+    assert names(tmp_path, books, books / "a.txt", f"{books}/*.txt") == ["a.txt", "b.txt"]
+
+
+def test_folder_name_with_glob_characters_is_a_folder(tmp_path: Path) -> None:
+    assert names(tmp_path, write(tmp_path / "books [1]", a_txt="a")) == ["a.txt"]
+
+
+def test_every_path_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hollow").mkdir()
+    with pytest.raises(CorpusError) as raised:
+        names(tmp_path, tmp_path / "absent", tmp_path / "hollow", f"{tmp_path}/*.none")
+    absent, hollow, glob = raised.value.problems
+    assert "absent does not exist" in absent
+    assert "hollow holds no text files" in hollow
+    assert "*.none matches no file" in glob
+    assert all(".jsonl" in problem for problem in raised.value.problems), "the accepted forms must be told"
+
+
+def test_source_of_a_later_version_is_refused_with_what_works(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="data.source=parquet .* use demo or text"):
+        find_sources(DataConfig(source="parquet", paths=("x",)), tmp_path)
+
+
+def test_changed_content_of_equal_size_and_date_is_noticed(tmp_path: Path) -> None:
+    books = write(tmp_path / "books", a_txt="one")
+    data = DataConfig(source="text", paths=(str(books),))
+    before = find_sources(data, tmp_path)
+    stat = (books / "a.txt").stat()
+    (books / "a.txt").write_text("two")
+    os.utime(books / "a.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert find_sources(data, tmp_path)[0].sha256 != before[0].sha256
+
+
+def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    books = write(tmp_path / "books", a_txt="a", b_txt="b")
+    data = DataConfig(source="text", paths=(str(books),))
+    before = find_sources(data, tmp_path)
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("a file was hashed again"))
+    assert find_sources(data, tmp_path) == before
+
+
+@pytest.mark.parametrize("cache", [b"", b"[1, 2]", b'{"x": 3}', b"\xff"])
+def test_damaged_cache_of_hashes_is_replaced(tmp_path: Path, cache: bytes) -> None:
+    books = write(tmp_path / "books", a_txt="a")
+    data = DataConfig(source="text", paths=(str(books),))
+    before = find_sources(data, tmp_path)
+    (tmp_path / "sources" / "hashes.json").write_bytes(cache)
+    assert find_sources(data, tmp_path) == before

@@ -1,0 +1,87 @@
+import hashlib
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayjob.corpus.split import Split, choose_validation
+
+DEMO_BYTES = [1_991_000, 683_766, 210_568, 93_890, 369_401, 1_084_404, 240_279, 764_337]
+
+
+def sha(number: int) -> str:
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def choose(sizes: Sequence[int], val_fraction: float, groups: list[list[int]] | None = None) -> Split:
+    alone = [[index] for index in range(len(sizes))]
+    return choose_validation([sha(i) for i in range(len(sizes))], sizes, groups or alone, val_fraction)
+
+
+@given(st.lists(st.integers(1, 10**7), min_size=1, max_size=40), st.floats(0.001, 0.5))
+def test_both_sides_get_text_and_validation_never_most_of_it(sizes: list[int], val_fraction: float) -> None:
+    split = choose(sizes, val_fraction)
+    held = sum(sizes[index] for index in split.held_out)
+    assert len(split.held_out) < len(sizes)
+    assert split.held_out or split.cut_document is not None
+    # Rule 2 stops at 1.5 of at most half; rule 3 adds at most half to less than a quarter.
+    assert held + split.tail_bytes <= 0.75 * sum(sizes) + 1
+    assert split.cut_document not in split.held_out
+
+
+def test_share_of_many_books_is_near_the_fraction() -> None:
+    sizes = [random.Random(seed).randint(100_000, 900_000) for seed in range(200)]
+    split = choose(sizes, 0.05)
+    share = sum(sizes[index] for index in split.held_out) / sum(sizes)
+    assert split.cut_document is None
+    # One book is at most 1.8 % of a tenth of the corpus' bytes here, and the walk stops at the first that fills.
+    assert share == pytest.approx(0.05, abs=0.01)
+
+
+def test_longest_book_of_a_small_corpus_is_not_held_out() -> None:
+    for shift in range(8):
+        sizes = DEMO_BYTES[shift:] + DEMO_BYTES[:shift]
+        split = choose(sizes, 0.1)
+        assert sizes.index(max(sizes)) not in split.held_out
+        assert split.cut_document is None
+
+
+def test_fraction_below_one_book_holds_out_the_smallest() -> None:
+    assert choose([500, 400, 600, 700], 0.01) == Split(frozenset({1}), None, 0)
+
+
+def test_single_book_gives_its_tail() -> None:
+    assert choose([1000], 0.1) == Split(frozenset(), 0, 100)
+
+
+def test_note_beside_a_book_does_not_stand_for_validation() -> None:
+    assert choose([1_000_000, 10], 0.1) == Split(frozenset({1}), 0, 99_991)
+
+
+def test_related_documents_stay_together() -> None:
+    groups = [[0, 5], [1], [2], [3, 4], [6], [7]]
+    for val_fraction in (0.1, 0.2, 0.3, 0.4, 0.5):
+        held_out = choose([100] * 8, val_fraction, groups).held_out
+        assert (0 in held_out) == (5 in held_out)
+        assert (3 in held_out) == (4 in held_out)
+
+
+def test_choice_follows_content_and_not_place() -> None:
+    sha256s, sizes = [sha(i) for i in range(30)], [100 + i for i in range(30)]
+    alone = [[index] for index in range(30)]
+    chosen = {sha256s[i] for i in choose_validation(sha256s, sizes, alone, 0.2).held_out}
+    back = choose_validation(sha256s[::-1], sizes[::-1], alone, 0.2).held_out
+    assert {sha256s[::-1][i] for i in back} == chosen
+
+
+def test_added_book_that_ranks_later_takes_nothing_out_of_validation() -> None:
+    sizes = [100] * 50
+    before = choose(sizes, 0.1).held_out
+    last_chosen = max(sha(index) for index in before)
+    newcomers = [number for number in range(50, 90) if sha(number) > last_chosen]
+    for number in newcomers:
+        sha256s = [sha(index) for index in range(50)] + [sha(number)]
+        after = choose_validation(sha256s, [*sizes, 100], [[index] for index in range(51)], 0.1).held_out
+        assert before <= after

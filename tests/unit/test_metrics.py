@@ -1,0 +1,57 @@
+"""metrics.csv and those who follow it."""
+
+import threading
+from pathlib import Path
+
+from rayjob.training.follow import MetricsTail, follow
+from rayjob.training.metrics import METRICS_FILE, MetricsRow, MetricsWriter, read_metrics
+
+
+def row(step: int, loss: float = 0.1 + 0.2) -> MetricsRow:
+    return MetricsRow(step, 0, 64 * step, loss, 1.0, 1e-3, 10.0, None, 0.1, None, None, None, 0.0, 1.0, 2.0)
+
+
+def test_values_come_back_bit_for_bit(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, 0)
+    rows = [row(1, 1 / 3), row(2, 5e-324), row(3, float("nan"))]
+    for each in rows:
+        writer.write(each)
+    writer.close()
+    assert [repr(each) for each in read_metrics(tmp_path)] == [repr(each) for each in rows]
+
+
+def test_rows_beyond_the_checkpoint_and_a_torn_row_are_cut_off(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, 0)
+    for step in range(1, 6):
+        writer.write(row(step))
+    writer.close()
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write("6,0,384,0.3")  # killed in the middle of a write
+    resumed = MetricsWriter(tmp_path, 3)
+    resumed.write(row(4))
+    resumed.close()
+    assert [each.step for each in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_tail_gives_each_step_once_across_a_restart(tmp_path: Path) -> None:
+    tail = MetricsTail(tmp_path, 0)
+    assert tail.new_rows() == []
+    writer = MetricsWriter(tmp_path, 0)
+    for step in range(1, 6):
+        writer.write(row(step))
+    assert [each.step for each in tail.new_rows()] == [1, 2, 3, 4, 5]
+    writer.close()
+    resumed = MetricsWriter(tmp_path, 3)
+    for step in range(4, 8):
+        resumed.write(row(step))
+    resumed.close()
+    assert [each.step for each in tail.new_rows()] == [6, 7]
+
+
+def test_follow_reads_the_last_rows_after_the_end(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, 0)
+    writer.write(row(1))
+    writer.close()
+    ended = threading.Event()
+    ended.set()
+    assert [each.step for rows in follow(MetricsTail(tmp_path, 0), ended) for each in rows] == [1]
