@@ -1,0 +1,70 @@
+"""Brings up what a job needs on this machine: the Ray head (all that head.sh does) and the MLflow server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from cluster import head, locks, ports, processes, tracking_server
+from cluster.settings import DEFAULT_PORTS, LOOPBACK, Settings, SettingsError, read_settings
+
+
+def current_settings(environment: Mapping[str, str]) -> Settings:
+    """Returns the settings, with the ports of what already runs for those that no variable names.
+
+    Raises:
+        SettingsError: the variables ask for what cannot be.
+    """
+    settings = read_settings(environment)
+    running = {**head.running_ports(settings), **tracking_server.running_ports(settings)}
+    return read_settings(environment, running)
+
+
+def start(settings: Settings, storage: Path | None) -> None:
+    """Brings up the head, and the MLflow server for `storage` if given; joins what runs already.
+
+    Raises:
+        SettingsError: a port is taken; nothing has been started.
+        HeadError, TrackingServerError: one of them did not come up.
+    """
+    # One call at a time: two heads that start at once spoil each other.
+    with locks.hold(settings.state / "locks" / "services.lock", wait=True, purpose="starting services"):
+        check_ports(settings, head.HEAD_PORTS if storage is None else DEFAULT_PORTS)
+        if storage is not None:
+            tracking_server.ensure_server(settings, storage)
+        head.ensure_head(settings)
+
+
+def check_ports(settings: Settings, names: Iterable[str]) -> None:
+    """Raises SettingsError if a stranger listens on one of the named ports."""
+    ours = [
+        process.pid for part in ("head", "mlflow") for process in processes.find_ours(settings.marker(part))
+    ]
+    taken = ports.find_taken({name: settings.ports[name] for name in names}, ours)
+    if taken:
+        raise SettingsError("\n".join(taken))
+
+
+def main() -> int:
+    """Starts or joins the head, says how to use it, and returns the exit code."""
+    try:
+        settings = current_settings(os.environ)
+        start(settings, storage=None)
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (head.HeadError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if settings.node_ip != LOOPBACK:
+        print("warning: other machines can reach this head; whoever has the token can run code on it.")
+        print(f"To join:     bash cluster/worker.sh {settings.ray_address} TOKEN_FILE")
+    print(f"Its token:   {settings.token_path}")
+    print(f"For `ray …`: export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH='{settings.token_path}'")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Stops all that was started from this folder: jobs, which save first, the head and the MLflow server."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from cluster import head, services, tracking_server
+from cluster.settings import STOP_WAIT_S, Settings, SettingsError, auth_variables
+
+
+def main() -> int:
+    """Stops everything; returns the exit code. Doing it twice is no error."""
+    try:
+        settings = services.current_settings(os.environ)
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if head.running_ports(settings):
+        stop_jobs(settings)
+    ended = head.stop(settings) + tracking_server.stop(settings)
+    print(f"Stopped {ended} processes." if ended else "Nothing was running.")
+    return 0
+
+
+def stop_jobs(settings: Settings) -> None:
+    """Lets running jobs save and end; one that does not is killed with the head."""
+    try:
+        from ray.job_submission import JobSubmissionClient
+    except ImportError:
+        print("Ray is not installed any more: a running job is killed without a save.", file=sys.stderr)
+        return
+    os.environ.update(auth_variables(settings))
+    try:
+        client = JobSubmissionClient(settings.dashboard_url)
+        jobs = client.list_jobs()
+        running = [job.submission_id for job in jobs if job.submission_id and not job.status.is_terminal()]
+        for job_id in running:
+            print(f"Stopping job {job_id}; it saves a checkpoint first.", flush=True)
+            client.stop_job(job_id)
+        deadline_s = time.monotonic() + STOP_WAIT_S + 5
+        while not all(client.get_job_status(job_id).is_terminal() for job_id in running):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.2)
+    except (OSError, RuntimeError) as error:
+        print(f"The head does not answer ({error}); ending it without asking the job.", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Starts the MLflow server that shows the runs. The training job writes to the same store by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster import ports, processes
+from cluster.settings import LOOPBACK, Settings, process_environment
+
+START_TIMEOUT_S = 180
+SQLITE = "sqlite:///"
+
+
+class TrackingServerError(Exception):
+    """Why the MLflow server is not up, with the end of its log."""
+
+
+def record_path(settings: Settings) -> Path:
+    return settings.state / "mlflow.json"
+
+
+def running_ports(settings: Settings) -> dict[str, int]:
+    """Returns the port of our running server, or nothing if there is none."""
+    recorded, facts = processes.load_record(record_path(settings))
+    return {"MLFLOW_PORT": facts["port"]} if any(map(processes.is_alive, recorded)) else {}
+
+
+def ensure_server(settings: Settings, storage: Path) -> None:
+    """Makes the server show the store under `storage` and waits until it answers.
+
+    The job must not start before: two processes that both set up a fresh sqlite store at once break each
+    other ("table … already exists").
+
+    Raises:
+        TrackingServerError: it ended or did not answer in time.
+    """
+    recorded, facts = processes.load_record(record_path(settings))
+    if any(map(processes.is_alive, recorded)):
+        if (facts["storage"], facts["port"]) == (str(storage), settings.ports["MLFLOW_PORT"]):
+            return
+        print(f"The MLflow server showed {facts['storage']}; it now shows {storage}.", flush=True)
+    stop(settings)
+    start(settings, storage)
+
+
+def stop(settings: Settings) -> int:
+    """Ends the server if it is up; returns how many processes that were."""
+    recorded, _ = processes.load_record(record_path(settings))
+    ours = processes.find_ours(settings.marker("mlflow"), recorded)
+    processes.end(ours, grace_s=5)
+    record_path(settings).unlink(missing_ok=True)
+    return len(ours)
+
+
+def start(settings: Settings, storage: Path) -> None:
+    """Starts the server and waits until it answers.
+
+    Raises:
+        TrackingServerError: it ended or did not answer in time.
+    """
+    folder = storage / "mlflow"
+    folder.mkdir(parents=True, exist_ok=True)
+    log = settings.state / "mlflow.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            command(settings, folder),
+            env=environment(settings),
+            cwd=settings.state,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    process = processes.look(server.pid)
+    facts = {"storage": str(storage), "port": settings.ports["MLFLOW_PORT"]}
+    processes.save_record(record_path(settings), [process] if process else [], **facts)
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not ports.answers(f"{settings.mlflow_url}/health"):
+        if server.poll() is not None or time.monotonic() > deadline_s:
+            stop(settings)
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            raise TrackingServerError(f"the MLflow server did not come up. The end of {log}:\n{tail}")
+        time.sleep(0.1)
+    print(f"Started the MLflow server ({settings.mlflow_url}).", flush=True)
+
+
+def command(settings: Settings, folder: Path) -> list[str]:
+    """Returns the command that serves the store in `folder` on loopback."""
+    return [
+        *(sys.executable, "-m", "mlflow", "server"),
+        *("--backend-store-uri", f"{SQLITE}{folder}/mlflow.db"),
+        *("--artifacts-destination", str(folder / "artifacts")),
+        *("--host", LOOPBACK),
+        *("--port", str(settings.ports["MLFLOW_PORT"])),
+        *("--workers", "1"),
+    ]
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """Returns the server's environment."""
+    return {
+        **process_environment(settings, os.environ, "mlflow"),
+        # The job queue of its language-model features: seven more processes, 1.5 GB of memory, no use here.
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
