@@ -40,8 +40,7 @@ def running_ports(settings: Settings) -> dict[str, int]:
 def is_complete(recorded: list[processes.Process]) -> bool:
     """Says whether all that a head consists of still runs."""
     return all(
-        any(program in process.command and processes.is_alive(process) for process in recorded)
-        for program in CORE
+        any(program in process.command and processes.is_alive(process) for process in recorded) for program in CORE
     )
 
 
@@ -68,9 +67,7 @@ def ensure_head(settings: Settings) -> None:
 def check_same(settings: Settings, facts: dict[str, object]) -> None:
     """Raises HeadError if the running head differs from what is asked for."""
     differences = [
-        f"{name} is {facts[name]}, not {wanted}"
-        for name, wanted in facts_of(settings).items()
-        if facts[name] != wanted
+        f"{name} is {facts[name]}, not {wanted}" for name, wanted in facts_of(settings).items() if facts[name] != wanted
     ]
     if differences:
         raise HeadError(

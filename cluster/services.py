@@ -39,9 +39,7 @@ def start(settings: Settings, storage: Path | None) -> None:
 
 def check_ports(settings: Settings, names: Iterable[str]) -> None:
     """Raises SettingsError if a stranger listens on one of the named ports."""
-    ours = [
-        process.pid for part in ("head", "mlflow") for process in processes.find_ours(settings.marker(part))
-    ]
+    ours = [process.pid for part in ("head", "mlflow") for process in processes.find_ours(settings.marker(part))]
     taken = ports.find_taken({name: settings.ports[name] for name in names}, ours)
     if taken:
         raise SettingsError("\n".join(taken))

@@ -132,9 +132,7 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
     """Returns the complete checkpoints of a run, by step; empty if there is no such folder."""
     if not run_folder.is_dir():
         return []
-    found = [
-        folder for folder in run_folder.iterdir() if _NAME.fullmatch(folder.name) and is_complete(folder)
-    ]
+    found = [folder for folder in run_folder.iterdir() if _NAME.fullmatch(folder.name) and is_complete(folder)]
     return sorted(found, key=lambda folder: int(folder.name.removeprefix("step_")))
 
 
@@ -145,9 +143,7 @@ def latest_checkpoint(run_folder: Path) -> Path | None:
 
 def best_checkpoint(run_folder: Path) -> Path | None:
     """Returns the complete checkpoint of the lowest val_loss, the earliest on a tie, or None."""
-    scored = [
-        (loss, folder) for folder in list_checkpoints(run_folder) if (loss := _val_loss(folder)) is not None
-    ]
+    scored = [(loss, folder) for folder in list_checkpoints(run_folder) if (loss := _val_loss(folder)) is not None]
     return min(scored, default=(None, None), key=lambda pair: pair[0])[1]
 
 
@@ -167,9 +163,7 @@ def resolve_checkpoint(path: Path) -> Path:
     if checkpoint is None:
         torn = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("step_"))
         found = f"only incomplete ones ({', '.join(torn)})" if torn else "none"
-        raise CheckpointError(
-            f"{path} should hold at least one complete checkpoint (step_XXXXXXXX), but has {found}."
-        )
+        raise CheckpointError(f"{path} should hold at least one complete checkpoint (step_XXXXXXXX), but has {found}.")
     return checkpoint
 
 
@@ -186,9 +180,7 @@ def load_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder / CONFIG}: {error}") from error
 
 
-def load_model(
-    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> Llama:
+def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
     """Returns the checkpoint's model in eval mode.
 
     Raises:
@@ -199,9 +191,7 @@ def load_model(
     weights = _read_tensors(folder, WEIGHTS)
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
-            raise CheckpointError(
-                f"{folder / WEIGHTS}: {name} holds NaN or infinity; use an earlier checkpoint."
-            )
+            raise CheckpointError(f"{folder / WEIGHTS}: {name} holds NaN or infinity; use an earlier checkpoint.")
     with torch.device(device):
         model = Llama(config).to(dtype)
     try:
@@ -228,9 +218,7 @@ def _check_state_dict(model: Mapping[str, Tensor], config: ModelConfig) -> None:
         wanted = {name: tensor.shape for name, tensor in Llama(config).state_dict().items()}
     found = {name: tensor.shape for name, tensor in model.items()}
     if found != wanted:
-        differing = sorted(
-            name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)
-        )
+        differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
         raise ValueError(
             f"the state dict differs from the config's model in {len(differing)} tensors, first "
             f"{differing[0]}: expected {wanted.get(differing[0])}, got {found.get(differing[0])}. "

@@ -26,9 +26,7 @@ def write_complete(folder: Path) -> None:
     with ThreadPoolExecutor() as pool:  # syncing and hashing leave the GIL alone
         list(pool.map(sync, paths))
         entries = pool.map(lambda path: {"size": path.stat().st_size, "sha256": _sha256(path)}, paths)
-        files = {
-            path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, entries, strict=True)
-        }
+        files = {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, entries, strict=True)}
     (folder / COMPLETE).write_bytes(_render(files))
     sync(folder / COMPLETE)
     for subfolder in {path.parent for path in paths}:

@@ -46,9 +46,7 @@ class ModelConfig:
         attention = 2 * self.d_model * self.d_model + 2 * self.d_model * d_kv
         feed_forward = 3 * self.d_model * self.d_ff
         norms = 2 * self.d_model
-        return (
-            self.vocab_size * self.d_model + self.n_layers * (attention + feed_forward + norms) + self.d_model
-        )
+        return self.vocab_size * self.d_model + self.n_layers * (attention + feed_forward + norms) + self.d_model
 
     @property
     def flops_per_token(self) -> int:
@@ -153,9 +151,7 @@ class ModelConfig:
                 norm_eps=hf["rms_norm_eps"],
             )
         except KeyError as error:
-            raise ValueError(
-                f"the Llama config has no key {error}, which every Llama config needs."
-            ) from error
+            raise ValueError(f"the Llama config has no key {error}, which every Llama config needs.") from error
         problems = config.problems() or _foreign_settings(hf, config)
         if problems:
             raise ValueError("the Llama config does not describe a model of this kind: " + " ".join(problems))

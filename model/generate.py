@@ -62,9 +62,7 @@ def generate(
         )
     if problems:
         raise ValueError("; ".join(problems) + ".")
-    return _generate(
-        model, list(prompt), params, max_new_tokens, (seed, choice), eos_id, n_top_logprobs, use_cache
-    )
+    return _generate(model, list(prompt), params, max_new_tokens, (seed, choice), eos_id, n_top_logprobs, use_cache)
 
 
 def _generate(

@@ -212,9 +212,7 @@ class Llama(nn.Module):
             parameter.copy_(drawn.normal_(0.0, std, generator=generator))
 
     @overload
-    def forward(
-        self, tokens: Tensor, targets: None = None, cache: AttentionCache | None = None
-    ) -> Tensor: ...
+    def forward(self, tokens: Tensor, targets: None = None, cache: AttentionCache | None = None) -> Tensor: ...
 
     @overload
     def forward(self, tokens: Tensor, targets: Tensor, cache: AttentionCache | None = None) -> LossSums: ...

@@ -96,9 +96,7 @@ class Normalizer:
         settings = json.loads(content)
         is_known = isinstance(settings, dict) and settings.keys() == {"detokenize", "lowercase"}
         if not is_known or not all(isinstance(value, bool) for value in settings.values()):
-            raise ValueError(
-                f"expected the booleans detokenize and lowercase of a normalizer, got {content!r}."
-            )
+            raise ValueError(f"expected the booleans detokenize and lowercase of a normalizer, got {content!r}.")
         return Normalizer(**settings)
 
 

@@ -103,9 +103,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, model_type: str = 
     return train_tokenizer_from_counts(counts, vocab_size=vocab_size, model_type=model_type)
 
 
-def train_tokenizer_from_counts(
-    counts: Mapping[str, int], *, vocab_size: int, model_type: str = "bpe"
-) -> bytes:
+def train_tokenizer_from_counts(counts: Mapping[str, int], *, vocab_size: int, model_type: str = "bpe") -> bytes:
     """Returns the content of tokenizer.model, trained on words and how often each occurs.
 
     The same counts give the same bytes. Every word is used, whatever its length; nothing is sampled.
@@ -163,8 +161,7 @@ def _train(lines: Sequence[str], vocab_size: int, model_type: str) -> bytes:
             byte_fallback=True,
             split_digits=True,
             character_coverage=0.9999,
-            max_sentence_length=max(map(len, lines))
-            * 4,  # in bytes; longer ones would be left out in silence
+            max_sentence_length=max(map(len, lines)) * 4,  # in bytes; longer ones would be left out in silence
             num_threads=1,  # it is written into the model: the same bytes on every machine
             minloglevel=2,
         )
@@ -193,9 +190,7 @@ class Tokenizer:
         except RuntimeError as error:
             raise ValueError("the tokenizer model is not a SentencePiece model, or is damaged.") from error
         if (processor.unk_id(), processor.bos_id(), processor.eos_id()) != (UNK_ID, BOS_ID, EOS_ID):
-            raise ValueError(
-                f"the tokenizer model must have the control ids unk {UNK_ID}, bos {BOS_ID}, eos {EOS_ID}."
-            )
+            raise ValueError(f"the tokenizer model must have the control ids unk {UNK_ID}, bos {BOS_ID}, eos {EOS_ID}.")
         self.normalizer = normalizer
         self._model = model
         self._processor = processor

@@ -105,12 +105,12 @@ def _eval(args: argparse.Namespace, config: JobConfig) -> int:
 
 def _work(command: str, config: JobConfig) -> int:
     """Runs a command that may take hours: it can be stopped, and its faults become one message."""
-    from model.checkpoint import CheckpointError
     from ray.train import TrainingFailedError
 
+    from model.complete import CheckpointError
     from rayjob import commands
     from rayjob.corpus.errors import CorpusError, PrepareCancelled
-    from rayjob.storage import LockedError
+    from rayjob.lock import LockedError, WaitCancelled
     from rayjob.training.job import Outcome
 
     stop = _stop_on_signals()
@@ -119,7 +119,7 @@ def _work(command: str, config: JobConfig) -> int:
     except (CorpusError, CheckpointError, LockedError) as error:
         print(error, file=sys.stderr)
         return BAD_USAGE
-    except PrepareCancelled as error:
+    except (PrepareCancelled, WaitCancelled) as error:
         logger.warning("%s Run the same command again to go on.", error)
         return STOPPED
     except TrainingFailedError as error:

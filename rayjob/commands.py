@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from model.checkpoint import CheckpointError, best_checkpoint, resolve_checkpoint
 
+from model.checkpoint import best_checkpoint, resolve_checkpoint
+from model.complete import CheckpointError
 from model.config import ModelConfig
+from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import to_tree
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
 from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
 from rayjob.status import set_stage
-from rayjob.storage import read_json, write_atomically
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.feed import n_windows
@@ -84,7 +85,7 @@ def run(config: JobConfig, stop: threading.Event) -> Outcome:
 
 def _evaluate_best(config: JobConfig, best: Path) -> None:
     path = config.run_folder / EVALUATION_FILE
-    if read_json(path).get("checkpoint") == best.name:
+    if path.exists() and json.loads(path.read_text())["checkpoint"] == best.name:
         return
     set_stage(config, "evaluate")
     corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)
@@ -94,7 +95,7 @@ def _evaluate_best(config: JobConfig, best: Path) -> None:
     task = ray.remote(evaluate_split).options(**resources)
     evaluation = ray.get(task.remote(best, corpus.tokens_folder, config.model.max_seq_len))
     result = {"checkpoint": best.name} | evaluation.to_json()
-    write_atomically(path, json.dumps(result, indent=2) + "\n")
+    write_atomically(path, json.dumps(result, indent=2).encode() + b"\n")
     logger.info(
         "best checkpoint %s: validation loss %.4f, perplexity %.1f, accuracy %.1f %%, %.3f bits per byte",
         *(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from model.checkpoint import load_model
 from model.tokenizer import Tokenizer
-
 from rayjob.config import ConfigError
 from rayjob.training.evaluation import Evaluation, evaluate
 from rayjob.training.feed import Windows, open_windows

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import best_checkpoint, latest_checkpoint
-
+from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
-from rayjob.storage import read_json, write_atomically
 from rayjob.training.metrics import MetricsRow, read_metrics
 from rayjob.training.mlflow_sink import read_run_id
 from rayjob.training.recorder import STARTS_FILE
@@ -19,15 +18,15 @@ _RATE_STEPS = 50  # the rate is the median of the last steps
 
 def set_stage(config: JobConfig, stage: str, max_steps: int | None = None) -> None:
     """Records where the job is: prepare, train, evaluate, done, stopped, budget or failed."""
-    known = read_json(config.run_folder / _STAGE_FILE)
+    known = _read_stage(config.run_folder)
     steps = max_steps or known.get("max_steps")
-    write_atomically(config.run_folder / _STAGE_FILE, json.dumps({"stage": stage, "max_steps": steps}))
+    write_atomically(config.run_folder / _STAGE_FILE, json.dumps({"stage": stage, "max_steps": steps}).encode())
 
 
 def read_status(config: JobConfig) -> dict[str, Any]:
     """Returns the status object of DESIGN: every key, null where it is not known yet."""
     folder = config.run_folder
-    stage = read_json(folder / _STAGE_FILE)
+    stage = _read_stage(folder)
     rows = list(read_metrics(folder))
     last = rows[-1] if rows else None
     val_losses = [row.val_loss for row in rows if row.val_loss is not None]
@@ -52,6 +51,12 @@ def read_status(config: JobConfig) -> dict[str, Any]:
         "cost_usd": last.cost_usd if last else 0.0,
         "restarts": _restarts(folder),
     }
+
+
+def _read_stage(folder: Path) -> dict[str, Any]:
+    path = folder / _STAGE_FILE
+    stage: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return stage
 
 
 def _path(folder: Path | None) -> str | None:

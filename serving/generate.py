@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m serving.generate", description=_summary())
     defaults = SamplingParams()
-    parser.add_argument(
-        "--checkpoint", type=Path, required=True, help="a checkpoint or run folder (its best)"
-    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint or run folder (its best)")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue")
     source.add_argument("--interactive", action="store_true", help="read prompts line by line until EOF")
@@ -91,9 +89,7 @@ def _converse(served: ServedModel, params: SamplingParams, arguments: argparse.N
             print(f"error: {error}", file=sys.stderr)
 
 
-def _generate(
-    served: ServedModel, prompt: str, params: SamplingParams, arguments: argparse.Namespace
-) -> None:
+def _generate(served: ServedModel, prompt: str, params: SamplingParams, arguments: argparse.Namespace) -> None:
     """Prints the continuation as it comes."""
     seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
     spec = _spec(served, prompt, params, arguments.max_new_tokens, seed)

@@ -47,18 +47,12 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     problems = []
     checkpoint, name = values.get("checkpoint"), values.get("model_name")
     if not isinstance(checkpoint, str) or not checkpoint or "://" in checkpoint:
-        problems.append(
-            f"user_config.checkpoint must be a local checkpoint or run folder, got {checkpoint!r}."
-        )
+        problems.append(f"user_config.checkpoint must be a local checkpoint or run folder, got {checkpoint!r}.")
     if name is not None and (not isinstance(name, str) or not name):
         problems.append(f"user_config.model_name must be a non-empty string, got {name!r}.")
     for key, low in (("num_slots", 1), ("max_waiting", 0)):
         value = values.get(key, low)
-        if (
-            not isinstance(value, int)
-            or isinstance(value, bool)
-            or not low <= value <= MAX_ONGOING_REQUESTS // 4
-        ):
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MAX_ONGOING_REQUESTS // 4:
             limit = MAX_ONGOING_REQUESTS // 4
             problems.append(f"user_config.{key} must be an integer in {low}..{limit}, got {value!r}.")
     return problems

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayjob.corpus.atomic import write_atomically
+from rayjob.atomic import write_atomically
 
 DTYPE = "uint16"  # vocabularies have at most 65,536 pieces
 SPLITS = ("train", "val")

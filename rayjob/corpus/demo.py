@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from rayjob.corpus.atomic import new_folder
+from rayjob.atomic import new_folder
 from rayjob.corpus.errors import CorpusError
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer, VocabularyTooLarge, train_tokenizer
+from rayjob.atomic import new_folder, remove_temporary
 from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus import demo
-from rayjob.corpus.atomic import new_folder, remove_temporary
 from rayjob.corpus.blocks import (
     SPLITS,
     Block,
@@ -29,11 +29,11 @@ from rayjob.corpus.blocks import (
 from rayjob.corpus.catalog import Catalog, CatalogSettings, Stretch, build_catalog, read_texts
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
 from rayjob.corpus.identity import digest, explain_rebuild, tokenizer_inputs, tokens_inputs
-from rayjob.corpus.lock import prepare_lock
 from rayjob.corpus.manifest import build_manifest
 from rayjob.corpus.sources import Source, find_sources
 from rayjob.corpus.tokenize import write_blocks
 from rayjob.corpus.units import Unit, plan_units
+from rayjob.lock import exclusive_after_wait
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +101,12 @@ def prepare(
 
     Raises:
         CorpusError: what `check` would have told.
-        PrepareCancelled: `is_cancelled` turned true; the next call goes on from there.
+        PrepareCancelled, WaitCancelled: `is_cancelled` turned true; the next call goes on from there.
     """
     is_cancelled = is_cancelled or (lambda: False)
     prepared = find_prepared(data, tokenizer, storage)
     if prepared is None:
-        with prepare_lock(storage, is_cancelled):
+        with exclusive_after_wait(storage / "prepare.lock", f"storage {storage}", is_cancelled):
             # Whoever held the lock may have done the work.
             prepared = find_prepared(data, tokenizer, storage)
             if prepared is None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayjob.atomic import write_atomically
 from rayjob.config import DataConfig
 from rayjob.corpus import demo
-from rayjob.corpus.atomic import write_atomically
 from rayjob.corpus.errors import CorpusError
 
 logger = logging.getLogger(__name__)

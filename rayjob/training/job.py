@@ -14,14 +14,15 @@ import threading
 import ray
 import ray.train.torch
 import yaml
-from model.checkpoint import latest_checkpoint, load_trainer_state
-from model.tokenizer import Tokenizer
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
+from model.checkpoint import latest_checkpoint, load_trainer_state
+from model.tokenizer import Tokenizer
+from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
 from rayjob.config_file import to_tree
 from rayjob.corpus.prepare import PreparedCorpus
-from rayjob.storage import exclusive, write_atomically
+from rayjob.lock import exclusive
 from rayjob.training.feed import n_windows
 from rayjob.training.loop import TrainTask, train_loop
 from rayjob.training.mlflow_sink import MlflowSink
@@ -158,7 +159,7 @@ def _cpus_per_worker(num_workers: int) -> float:
 
 def _write_config(config: JobConfig) -> None:
     """Writes config.yaml of the run, naming what changed since the last attempt."""
-    write_atomically(config.run_folder / "config.yaml", yaml.safe_dump(to_tree(config), sort_keys=False))
+    write_atomically(config.run_folder / "config.yaml", yaml.safe_dump(to_tree(config), sort_keys=False).encode())
 
 
 def _sinks(config: JobConfig, n_steps: int) -> list[Sink]:

@@ -17,12 +17,12 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from model.checkpoint import load_model
-from model.tokenizer import Tokenizer
 from ray.train import Checkpoint, CheckpointUploadMode
 from torch.nn.parallel import DistributedDataParallel
 
+from model.checkpoint import load_model
 from model.llama import Llama
+from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest
 from rayjob.training.evaluation import Evaluation, evaluate

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import best_checkpoint
-
 from rayjob.config import JobConfig
 from rayjob.config_file import flatten_tree
 from rayjob.training.metrics import MetricsRow

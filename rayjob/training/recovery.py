@@ -7,9 +7,10 @@ name folders that are gone, and then fit() fails; it is removed before every sta
 import logging
 from pathlib import Path
 
-from model.checkpoint import CheckpointError, load_config, load_trainer_state, verify_checkpoint
 from torch import Tensor
 
+from model.checkpoint import load_config, load_trainer_state, verify_checkpoint
+from model.complete import CheckpointError
 from model.config import ModelConfig
 from rayjob.training.saving import RunState
 

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from model.tokenizer import Tokenizer
-
 from model.generate import generate
 from model.llama import Llama
 from model.sampling import SamplingParams
+from model.tokenizer import Tokenizer
 
 SAMPLES_FOLDER = "samples"
 _OPENINGS = ("The ", "She said that ", "It was a dark night, and ")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model.checkpoint import best_checkpoint, list_checkpoints, save_checkpoint
 
+from model.checkpoint import best_checkpoint, list_checkpoints, save_checkpoint
 from model.llama import Llama
 from rayjob.config import CheckpointConfig
 from rayjob.training.evaluation import Evaluation

@@ -129,8 +129,7 @@ class Engine:
         self._is_closed = False
         self._changed = threading.Condition()
         self._slots = [
-            threading.Thread(target=self._run_slot, name=f"slot-{number}", daemon=True)
-            for number in range(num_slots)
+            threading.Thread(target=self._run_slot, name=f"slot-{number}", daemon=True) for number in range(num_slots)
         ]
         for slot in self._slots:
             slot.start()

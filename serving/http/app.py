@@ -47,9 +47,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
             leave it empty and write `user_config` into the file: only that can change while it runs.
     """
     api_key = os.environ.get("API_KEY")  # of the process that deploys; a replica may have one of its own
-    decorate = serve.deployment(
-        name="generator", max_ongoing_requests=MAX_ONGOING_REQUESTS, user_config=args or None
-    )
+    decorate = serve.deployment(name="generator", max_ongoing_requests=MAX_ONGOING_REQUESTS, user_config=args or None)
     deployment: serve.Deployment = decorate(serve.ingress()(Generator))
     return deployment.bind(api_key)
 

@@ -46,9 +46,7 @@ def create_app(service: Service, *, api_key: str | None = None) -> FastAPI:
     return app
 
 
-async def _generate(
-    service: Service, request: Request, checked: GenerateRequest, accepted_at_s: float
-) -> Response:
+async def _generate(service: Service, request: Request, checked: GenerateRequest, accepted_at_s: float) -> Response:
     deadline_s = asyncio.get_running_loop().time() + checked.timeout_s
     generation, stream = await _start(service, checked, accepted_at_s)
     is_handed_on = False
@@ -66,9 +64,7 @@ async def _generate(
             stream.cancel()
 
 
-async def _start(
-    service: Service, checked: GenerateRequest, accepted_at_s: float
-) -> tuple[Generation, RequestStream]:
+async def _start(service: Service, checked: GenerateRequest, accepted_at_s: float) -> tuple[Generation, RequestStream]:
     """Tokenizes off the event loop and submits; again if the engine was exchanged in the meantime."""
     while True:
         engine = service.engine()

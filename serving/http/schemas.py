@@ -30,9 +30,7 @@ SIMPLE_FIELDS: dict[str, Field] = {
     "top_p": NumberField(
         "Keep the most probable tokens up to this mass; 1 is off.", 0, 1, DEFAULTS.top_p, is_low_open=True
     ),
-    "min_p": NumberField(
-        "Keep tokens of at least this share of the most probable one.", 0, 1, DEFAULTS.min_p
-    ),
+    "min_p": NumberField("Keep tokens of at least this share of the most probable one.", 0, 1, DEFAULTS.min_p),
     "repetition_penalty": NumberField(
         "Above 1, tokens of prompt and output become less likely.",
         0,
@@ -96,13 +94,10 @@ def parse_generate(body: Mapping[str, Any]) -> GenerateRequest:
     """
     sent = _by_canonical_name(body)
     values: dict[str, Any] = {
-        name: field.check(*sent[name]) if name in sent else field.default
-        for name, field in SIMPLE_FIELDS.items()
+        name: field.check(*sent[name]) if name in sent else field.default for name, field in SIMPLE_FIELDS.items()
     }
     if "prompt" not in sent:
-        raise invalid_value(
-            "prompt", "prompt is required: a string, a list of strings or a list of token ids"
-        )
+        raise invalid_value("prompt", "prompt is required: a string, a list of strings or a list of token ids")
     prompts = _check_prompt(*sent["prompt"])
     stop = _check_stop(*sent["stop"]) if "stop" in sent else ()
     if len(prompts) * values["n"] > MAX_SEQUENCES:

@@ -37,9 +37,7 @@ from model.tokenizer import Tokenizer, train_tokenizer
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen.\n\nShe said nothing. " * 20
 # The vocabulary is padded above the tokenizer's 300 pieces to a multiple of 64.
-CONFIG = ModelConfig(
-    vocab_size=320, d_model=48, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=64, max_seq_len=128
-)
+CONFIG = ModelConfig(vocab_size=320, d_model=48, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=64, max_seq_len=128)
 TRAINER_TENSORS = {
     "optimizer.exp_avg.model.norm.weight": torch.arange(48.0),
     "rng.torch": torch.get_rng_state(),
@@ -90,9 +88,7 @@ def save(tmp_path: Path, tokenizer_folder: Path, llama: Llama):
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def flip_a_bit(path: Path) -> None:
@@ -117,9 +113,7 @@ def test_saved_checkpoint_comes_back_bit_for_bit(save, llama: Llama) -> None:
     loaded = load_model(folder)
     assert not loaded.training
     assert loaded.config == load_config(folder) == CONFIG
-    for (name, saved), parameter in zip(
-        llama.state_dict().items(), loaded.state_dict().values(), strict=True
-    ):
+    for (name, saved), parameter in zip(llama.state_dict().items(), loaded.state_dict().values(), strict=True):
         assert torch.equal(saved, parameter), name
     tensors, state = load_trainer_state(folder)
     assert tensors.keys() == TRAINER_TENSORS.keys()
@@ -287,9 +281,7 @@ def test_another_architecture_is_refused(save) -> None:
         load_model(folder)
 
 
-def test_prefixed_state_dict_is_refused_before_anything_is_written(
-    save, llama: Llama, tmp_path: Path
-) -> None:
+def test_prefixed_state_dict_is_refused_before_anything_is_written(save, llama: Llama, tmp_path: Path) -> None:
     for prefix in ("module.", "_orig_mod."):
         with pytest.raises(ValueError, match="unwrapped"):
             save(1, model={prefix + name: tensor for name, tensor in llama.state_dict().items()})
@@ -355,9 +347,7 @@ def test_everything_is_synced_before_complete_and_complete_before_the_rename(
     def record(path: Path) -> None:
         synced.append(path.name)
         assert (
-            path.is_dir()
-            or (path.parent / "COMPLETE").exists() == (path.name == "COMPLETE")
-            or "trainer" in str(path)
+            path.is_dir() or (path.parent / "COMPLETE").exists() == (path.name == "COMPLETE") or "trainer" in str(path)
         )
 
     monkeypatch.setattr(model.complete, "sync", record)

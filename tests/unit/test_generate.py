@@ -9,9 +9,7 @@ from model.generate import generate
 from model.llama import Llama
 from model.sampling import SamplingParams
 
-CONFIG = ModelConfig(
-    vocab_size=320, d_model=96, n_layers=3, n_heads=12, n_kv_heads=4, d_ff=128, max_seq_len=128
-)
+CONFIG = ModelConfig(vocab_size=320, d_model=96, n_layers=3, n_heads=12, n_kv_heads=4, d_ff=128, max_seq_len=128)
 PROMPT = [5, 200, 31, 7]
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0)
@@ -49,9 +47,7 @@ def test_100_greedy_tokens_equal_transformers(model: Llama) -> None:
     assert len(set(tokens)) > 10
 
 
-@pytest.mark.parametrize(
-    "params", [GREEDY, SAMPLED, SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5)]
-)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5)])
 def test_cache_does_not_change_the_text(model: Llama, params: SamplingParams) -> None:
     assert tokens_of(model, params) == tokens_of(model, params, use_cache=False)
 
@@ -75,9 +71,7 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(model: Llama) -> None:
     sequence = torch.tensor([PROMPT + [step.token for step in steps]])
     logprobs = model(sequence)[0, len(PROMPT) - 1 : -1].log_softmax(-1)
     for step, row in zip(steps, logprobs, strict=True):
-        assert step.logprob == pytest.approx(
-            row[step.token].item(), abs=1e-4
-        )  # cached and whole pass differ so
+        assert step.logprob == pytest.approx(row[step.token].item(), abs=1e-4)  # cached and whole pass differ so
         values, tokens = row.topk(3)
         assert [token for token, _ in step.top_logprobs] == tokens.tolist()
         assert [value for _, value in step.top_logprobs] == pytest.approx(values.tolist(), abs=1e-4)

@@ -8,9 +8,7 @@ from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.llama import Llama
 
-CONFIG = ModelConfig(
-    vocab_size=320, d_model=96, n_layers=3, n_heads=12, n_kv_heads=4, d_ff=128, max_seq_len=80
-)
+CONFIG = ModelConfig(vocab_size=320, d_model=96, n_layers=3, n_heads=12, n_kv_heads=4, d_ff=128, max_seq_len=80)
 
 
 @pytest.fixture(scope="module")

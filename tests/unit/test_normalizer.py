@@ -138,9 +138,7 @@ def test_quotes_keep_their_form_without_detokenize() -> None:
     ],
 )
 @pytest.mark.parametrize("normalizer", ALL)
-def test_what_cannot_be_kept_is_cleaned_as_documented(
-    normalizer: Normalizer, text: str, cleaned: str
-) -> None:
+def test_what_cannot_be_kept_is_cleaned_as_documented(normalizer: Normalizer, text: str, cleaned: str) -> None:
     assert normalizer(text) == cleaned
 
 
@@ -179,9 +177,7 @@ def test_only_single_spaces_are_taken_away(words: list[str]) -> None:
     normalized = DETOKENIZE(text)
     assert normalized.count("\n") == text.count("\n")
     letters = [character for character in text if character.isalpha() and character not in "lrcsbLRCSB"]
-    assert [
-        character for character in normalized if character.isalpha() and character not in "lrcsbLRCSB"
-    ] == letters
+    assert [character for character in normalized if character.isalpha() and character not in "lrcsbLRCSB"] == letters
 
 
 def test_a_hostile_prompt_takes_no_long_time() -> None:

@@ -14,9 +14,7 @@ NO_FILTER = SamplingParams(temperature=1.0, top_k=0, top_p=1.0)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def slow_distribution(
-    logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int]
-) -> dict[int, float]:
+def slow_distribution(logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> dict[int, float]:
     """The probability of each token that stays, in plain Python."""
     scores = {token: score for token, score in enumerate(logits.float().tolist())}
     for token in set(prompt) | set(output):
@@ -95,9 +93,7 @@ def test_1000_random_rows_equal_the_slow_reference() -> None:
     assert compared > 990
 
 
-@pytest.mark.parametrize(
-    "logits", [torch.randn(500), torch.randn(500) * 50, torch.tensor([0.0, 9.0, 9.0, 1.0])]
-)
+@pytest.mark.parametrize("logits", [torch.randn(500), torch.randn(500) * 50, torch.tensor([0.0, 9.0, 9.0, 1.0])])
 @pytest.mark.parametrize(
     "params",
     [
@@ -197,10 +193,7 @@ def test_logits_that_rule_out_everything_are_refused() -> None:
 
 def test_a_token_that_is_ruled_out_is_never_drawn() -> None:
     logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf])
-    drawn = {
-        choose_token(logits, NO_FILTER, [], [], number)
-        for number in (0.0, 0.4, 0.6, math.nextafter(1.0, 0.0))
-    }
+    drawn = {choose_token(logits, NO_FILTER, [], [], number) for number in (0.0, 0.4, 0.6, math.nextafter(1.0, 0.0))}
     assert drawn == {1, 3}
 
 
@@ -217,12 +210,7 @@ def test_largest_is_exact_on_ties() -> None:
 
 
 def test_uniform_depends_on_all_three_arguments_alone() -> None:
-    counters = [
-        (seed, choice, position)
-        for seed in (0, 1, 2**63 - 1)
-        for choice in range(3)
-        for position in range(50)
-    ]
+    counters = [(seed, choice, position) for seed in (0, 1, 2**63 - 1) for choice in range(3) for position in range(50)]
     numbers = [uniform(*counter) for counter in counters]
     assert numbers == [uniform(*counter) for counter in counters]
     assert len(set(numbers)) == len(numbers)

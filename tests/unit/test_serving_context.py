@@ -22,12 +22,8 @@ def test_what_fits_is_left_alone(prompt_tokens: int, max_new_tokens: int | None,
     assert fitted == (tuple(range(prompt_tokens)), expected, 0)
 
 
-@pytest.mark.parametrize(
-    ("prompt_tokens", "max_new_tokens"), [(513, None), (513, 1), (512, 2), (500, 13), (1, 512)]
-)
-def test_what_does_not_fit_is_refused_with_both_numbers(
-    prompt_tokens: int, max_new_tokens: int | None
-) -> None:
+@pytest.mark.parametrize(("prompt_tokens", "max_new_tokens"), [(513, None), (513, 1), (512, 2), (500, 13), (1, 512)])
+def test_what_does_not_fit_is_refused_with_both_numbers(prompt_tokens: int, max_new_tokens: int | None) -> None:
     with pytest.raises(ContextLengthExceeded, match=rf"\b{prompt_tokens} tokens.*\b512\b"):
         fit_prompt(range(prompt_tokens), max_new_tokens, 512)
 
@@ -36,9 +32,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(
     ("prompt_tokens", "max_new_tokens", "kept"),
     [(600, 100, 412), (500, 100, 412), (600, None, 384), (600, 511, 1)],
 )
-def test_truncate_left_drops_the_oldest_tokens(
-    prompt_tokens: int, max_new_tokens: int | None, kept: int
-) -> None:
+def test_truncate_left_drops_the_oldest_tokens(prompt_tokens: int, max_new_tokens: int | None, kept: int) -> None:
     fitted = fit_prompt(range(prompt_tokens), max_new_tokens, 512, truncate_left=True)
     assert fitted.tokens == tuple(range(prompt_tokens))[-kept:]
     assert fitted.truncated_tokens == prompt_tokens - kept

@@ -38,18 +38,14 @@ def test_the_text_is_that_of_the_service_for_the_same_seed(
     assert capsys.readouterr().out == answer.json()["text"] + "\n"
 
 
-def test_a_checkpoint_folder_works_like_its_run_folder(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_folder_works_like_its_run_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--prompt", "Once", "--seed", "1", "--max_new_tokens", "5")
     assert command(run_folder, *options) == command(run_folder / "step_00001200", *options) == 0
     first, second = capsys.readouterr().out.split("\n", 1)
     assert first + "\n" == second
 
 
-def test_a_drawn_seed_is_shown_and_repeats_the_text(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drawn_seed_is_shown_and_repeats_the_text(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--prompt", "Once", "--temperature", "2", "--max_new_tokens", "20")
     assert command(run_folder, *options) == 0
     drawn = capsys.readouterr()

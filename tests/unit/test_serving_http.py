@@ -45,8 +45,7 @@ def test_an_answer_is_what_the_naive_generator_yields(served: Served) -> None:
     params = SamplingParams(temperature=1.2, top_k=20, repetition_penalty=1.1)
     eos_id = model.tokenizer.eos_id
     expected = [
-        generated.token
-        for generated in generate(model.model, prompt, params, max_new_tokens=20, seed=5, eos_id=eos_id)
+        generated.token for generated in generate(model.model, prompt, params, max_new_tokens=20, seed=5, eos_id=eos_id)
     ]
     response = served.client.generate(
         prompt=PROMPT, max_new_tokens=20, temperature=1.2, top_k=20, repetition_penalty=1.1, seed=5
@@ -136,9 +135,7 @@ def test_prompts_go_through_the_text_normaliser(served: Served) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "prompt", [" ", "a", "naïve 😀 e\u0301 漢字", "\ud800 lone", "\x00", "</s>", "a\r\nb"]
-)
+@pytest.mark.parametrize("prompt", [" ", "a", "naïve 😀 e\u0301 漢字", "\ud800 lone", "\x00", "</s>", "a\r\nb"])
 def test_unusual_prompts_are_answered(served: Served, prompt: str) -> None:
     response = served.client.generate(prompt=prompt, max_new_tokens=2)
     assert response.status_code == 200, response.text
@@ -156,14 +153,10 @@ def test_logprobs_are_those_of_the_raw_logits(served: Served) -> None:
     model = model_of(served)
     prompt = model.tokenizer.encode_prompt(PROMPT)
     greedy = SamplingParams(temperature=0)
-    expected = list(
-        generate(model.model, prompt, greedy, max_new_tokens=4, seed=0, eos_id=None, n_top_logprobs=3)
-    )
+    expected = list(generate(model.model, prompt, greedy, max_new_tokens=4, seed=0, eos_id=None, n_top_logprobs=3))
     body = {"prompt": PROMPT, "max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
     entries = served.client.generate(**body, logprobs=3).json()["outputs"][0]["logprobs"]
-    assert [(entry["token"], entry["logprob"]) for entry in entries] == [
-        (e.token, e.logprob) for e in expected
-    ]
+    assert [(entry["token"], entry["logprob"]) for entry in entries] == [(e.token, e.logprob) for e in expected]
     tops = [[(top["token"], top["logprob"]) for top in entry["top"]] for entry in entries]
     assert tops == [e.top_logprobs for e in expected]
     own_only = served.client.generate(**body, logprobs=0).json()["outputs"][0]["logprobs"]
@@ -313,9 +306,7 @@ def test_raw_bodies_answer_in_the_one_shape(served: Served, raw: str, status: in
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
-    lambda children: (
-        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=2)
-    ),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=2),
     max_leaves=5,
 )
 requests = st.fixed_dictionaries(

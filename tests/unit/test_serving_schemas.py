@@ -210,9 +210,7 @@ def test_a_message_shows_the_range_that_was_left() -> None:
     assert refusal('{"prompt":"a","top_p":1.5}').message == "top_p must be in (0, 1], got 1.5"
     assert refusal('{"prompt":"a","n":17}').message == "n must be in 1..16, got 17"
     assert refusal('{"prompt":"a","seed":-1}').message == "seed must be at least 0, got -1"
-    assert refusal(f'{{"prompt":"a","seed":{2**63}}}').message.startswith(
-        f"seed must be in 0..{2**63 - 1}, got"
-    )
+    assert refusal(f'{{"prompt":"a","seed":{2**63}}}').message.startswith(f"seed must be in 0..{2**63 - 1}, got")
 
 
 def test_lone_surrogates_in_names_and_values_do_not_break_the_error_body() -> None:
@@ -222,9 +220,7 @@ def test_lone_surrogates_in_names_and_values_do_not_break_the_error_body() -> No
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda children: (
-        st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=8), children, max_size=3)
-    ),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=8), children, max_size=3),
     max_leaves=8,
 )
 bodies = st.dictionaries(st.sampled_from(KNOWN) | st.text(max_size=12), json_values, max_size=5)

@@ -96,9 +96,7 @@ def test_a_bad_checkpoint_leaves_the_old_one_serving(
 
 
 @pytest.mark.parametrize("make_bad", [bad for bad in BAD if bad is not other_vocabulary])
-def test_a_service_does_not_start_with_a_bad_checkpoint(
-    tmp_path: Path, make_bad: Callable[[Path], Path]
-) -> None:
+def test_a_service_does_not_start_with_a_bad_checkpoint(tmp_path: Path, make_bad: Callable[[Path], Path]) -> None:
     (tmp_path / "runs").mkdir()
     with pytest.raises(CheckpointError):
         asyncio.run(Service().update({"checkpoint": str(make_bad(tmp_path / "runs"))}))
@@ -109,17 +107,13 @@ def test_a_bad_user_config_is_refused_like_a_bad_checkpoint(served: Served) -> N
     assert "num_slots" in served.client.request("GET", "/health").json()["update_error"]
 
 
-def test_a_good_checkpoint_clears_the_error_and_answers_with_its_step(
-    served: Served, run_folder: Path
-) -> None:
+def test_a_good_checkpoint_clears_the_error_and_answers_with_its_step(served: Served, run_folder: Path) -> None:
     served.client.run(served.service.update({"checkpoint": "/nowhere"}))
     newer = save_run(run_folder, step=200, seed=2)
     served.client.run(served.service.update({"checkpoint": str(newer)}))
     health = served.client.request("GET", "/health").json()
     assert (health["checkpoint"]["step"], health["update_error"]) == (200, None)
-    assert (
-        served.client.generate(prompt="Once", max_new_tokens=1).json()["checkpoint"] == health["checkpoint"]
-    )
+    assert served.client.generate(prompt="Once", max_new_tokens=1).json()["checkpoint"] == health["checkpoint"]
 
 
 def test_another_vocabulary_is_served_under_another_name(served: Served, run_folder: Path) -> None:

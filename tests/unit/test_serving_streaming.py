@@ -57,9 +57,7 @@ class Connection:
 
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
         self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._requests.put_nowait(
-            {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
-        )
+        self._requests.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         scope = {
             "type": "http",
@@ -162,9 +160,7 @@ def test_choices_and_echo_and_logprobs_are_streamed_by_index(served: Served) -> 
 
 def test_an_event_is_sent_as_soon_as_its_token_is_there(served: Served, gate: Gate) -> None:
     async def test() -> None:
-        connection = Connection(
-            served, {"prompt": PROMPT, "max_new_tokens": 3, "stream": True, "ignore_eos": True}
-        )
+        connection = Connection(served, {"prompt": PROMPT, "max_new_tokens": 3, "stream": True, "ignore_eos": True})
         for _ in range(3):
             gate.permit(1)
             if (await connection.start())["type"] == "http.response.start":
@@ -190,17 +186,13 @@ def test_a_fault_before_the_first_token_is_a_500_for_this_request_only(served: S
 
 def test_a_fault_in_mid_stream_is_an_error_event_and_the_end(served: Served, gate: Gate) -> None:
     async def test() -> None:
-        connection = Connection(
-            served, {"prompt": PROMPT, "max_new_tokens": 5, "stream": True, "ignore_eos": True}
-        )
+        connection = Connection(served, {"prompt": PROMPT, "max_new_tokens": 5, "stream": True, "ignore_eos": True})
         gate.permit(1)
         assert (await connection.start())["status"] == 200
         await connection.event()
         gate.is_faulty = True
         gate.permit(1)
-        assert (
-            json.loads((await connection.event()).removeprefix("data: "))["error"]["code"] == "engine_error"
-        )
+        assert json.loads((await connection.event()).removeprefix("data: "))["error"]["code"] == "engine_error"
         assert await connection.event() == "data: [DONE]\n\n"
 
     run(served, test())
@@ -221,15 +213,11 @@ def test_a_timeout_in_mid_stream_is_an_error_event_and_frees_the_slot(served: Se
     run(served, test())
 
 
-def test_a_ping_is_sent_while_a_token_takes_long(
-    served: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ping_is_sent_while_a_token_takes_long(served: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "PING_INTERVAL_S", 0.01)
 
     async def test() -> None:
-        connection = Connection(
-            served, {"prompt": PROMPT, "max_new_tokens": 2, "stream": True, "ignore_eos": True}
-        )
+        connection = Connection(served, {"prompt": PROMPT, "max_new_tokens": 2, "stream": True, "ignore_eos": True})
         gate.permit(1)
         await connection.start()
         await connection.event()

@@ -10,9 +10,7 @@ def one_byte(token: int) -> bytes:
     return bytes([token])
 
 
-def deltas_of(
-    text: str, stop: tuple[str, ...] = (), *, include_stop: bool = False
-) -> tuple[list[str], str | None]:
+def deltas_of(text: str, stop: tuple[str, ...] = (), *, include_stop: bool = False) -> tuple[list[str], str | None]:
     """Feeds the text byte by byte, as a tokenizer with byte fallback would, until a stop string ends it."""
     stream = TextStream(one_byte, stop, include_stop=include_stop)
     raw = text.encode()

@@ -151,22 +151,16 @@ def test_encode_prompt_normalizes_first(tokenizer: Tokenizer) -> None:
 def test_cutting_gives_the_ids_of_the_uncut_text(tokenizer: Tokenizer, max_chars: int) -> None:
     rng = random.Random(5)
     text = "".join(make_passage(rng) for _ in range(150)) + "the" * 300 + make_text(1, 200)
-    assert list(chain.from_iterable(tokenizer.encode_pieces(text, max_chars))) == tokenizer._processor.encode(
-        text
-    )
+    assert list(chain.from_iterable(tokenizer.encode_pieces(text, max_chars))) == tokenizer._processor.encode(text)
 
 
 @given(
     words=st.lists(st.sampled_from(WORDS + ODD + ["the", "an", "d", "s", "\u2581"])),
     max_chars=st.integers(1, 9),
 )
-def test_cutting_anywhere_never_changes_the_ids(
-    tokenizer: Tokenizer, words: list[str], max_chars: int
-) -> None:
+def test_cutting_anywhere_never_changes_the_ids(tokenizer: Tokenizer, words: list[str], max_chars: int) -> None:
     text = tokenizer.normalize("".join(words))
-    assert list(chain.from_iterable(tokenizer.encode_pieces(text, max_chars))) == tokenizer._processor.encode(
-        text
-    )
+    assert list(chain.from_iterable(tokenizer.encode_pieces(text, max_chars))) == tokenizer._processor.encode(text)
 
 
 def test_pieces_of_a_long_line_stay_small(tokenizer: Tokenizer) -> None:
@@ -237,9 +231,7 @@ def test_tokenizer_crosses_processes(tokenizer: Tokenizer) -> None:
 
 def test_hash_depends_on_pieces_and_normalizer(tokenizer: Tokenizer) -> None:
     other_normalizer = Tokenizer(tokenizer._model, Normalizer(detokenize=True, lowercase=False))
-    other_pieces = Tokenizer(
-        train_tokenizer([make_text(9, 20_000) + "zyzzyva " * 999], vocab_size=500), CLEAN
-    )
+    other_pieces = Tokenizer(train_tokenizer([make_text(9, 20_000) + "zyzzyva " * 999], vocab_size=500), CLEAN)
     assert len({tokenizer.hash, other_normalizer.hash, other_pieces.hash}) == 3
     assert len(tokenizer.hash) == 64
 

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rayjob.corpus.errors import PrepareCancelled
-from rayjob.corpus.lock import prepare_lock
+from rayjob.lock import LockedError, WaitCancelled, exclusive, exclusive_after_wait
 
 HOLD = """
 import sys
 from pathlib import Path
-from rayjob.corpus.lock import prepare_lock
-with prepare_lock(Path(sys.argv[1]), lambda: False):
+from rayjob.lock import exclusive
+with exclusive(Path(sys.argv[1]) / "prepare.lock", "it"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -41,8 +40,8 @@ def test_second_prepare_waits_names_the_holder_and_can_be_stopped(
     answers = iter([False, True])
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(PrepareCancelled),
-        prepare_lock(tmp_path, lambda: next(answers)),
+        pytest.raises(WaitCancelled),
+        exclusive_after_wait(tmp_path / "prepare.lock", "it", lambda: next(answers)),
     ):
         pytest.fail("the lock is held by another process")
     assert f"process {holder.pid} on " in caplog.text
@@ -55,19 +54,28 @@ def test_second_prepare_goes_on_when_the_first_ends(tmp_path: Path, holder: subp
         holder.stdin.close()
         return False
 
-    with prepare_lock(tmp_path, is_cancelled):
+    with exclusive_after_wait(tmp_path / "prepare.lock", "it", is_cancelled):
         assert str(os.getpid()) in (tmp_path / "prepare.lock").read_text()
 
 
 def test_lock_of_a_killed_holder_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    with prepare_lock(tmp_path, lambda: pytest.fail("nobody holds the lock")):
+    with exclusive_after_wait(tmp_path / "prepare.lock", "it", lambda: pytest.fail("nobody holds the lock")):
         pass
 
 
 def test_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="inside"), prepare_lock(tmp_path, lambda: False):
+    with (
+        pytest.raises(ValueError, match="inside"),
+        exclusive_after_wait(tmp_path / "prepare.lock", "it", lambda: False),
+    ):
         raise ValueError("inside")
-    with prepare_lock(tmp_path, lambda: pytest.fail("nobody holds the lock")):
+    with exclusive_after_wait(tmp_path / "prepare.lock", "it", lambda: pytest.fail("nobody holds the lock")):
         pass
+
+
+def test_exclusive_lock_refuses_at_once_and_names_the_holder(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    refused = pytest.raises(LockedError, match=f"run x is in use by process {holder.pid} on ")
+    with refused, exclusive(tmp_path / "prepare.lock", "run x"):
+        pytest.fail("the lock is held by another process")

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from rayjob.corpus.atomic import new_folder, remove_temporary, temporary_path, write_atomically
+from rayjob.atomic import new_folder, remove_temporary, temporary_path, write_atomically
 
 
 def test_failed_write_leaves_the_old_content_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
