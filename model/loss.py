@@ -1,7 +1,7 @@
 """Cross-entropy through the tied head in pieces, so that the logits of a whole batch never stand in memory.
 
 1. Split the N = B * T rows of the last hidden state into pieces of C rows.
-2. For each piece: logits = hidden @ weight.T, in fp32 from there on; each row's maximum, exponentials and sum.
+2. For each piece: logits = hidden @ weight.T, in fp32 from there on; then maximum and exponentials per row.
 3. While the piece's logits are at hand, turn them into their own gradient (softmax - onehot), and that into
    the gradients of the piece's hidden rows and of the weight. Backward then only scales what forward found:
    the head costs three matrix products in all, as without pieces, not the four of recomputation.

@@ -318,7 +318,7 @@ requests = st.fixed_dictionaries(
         "top_k": st.integers(-1, 400),
         "top_p": st.floats(0, 1),
         "min_p": st.floats(0, 1),
-        "repetition_penalty": st.floats(1e-30, 10),
+        "repetition_penalty": st.floats(0, 10, exclude_min=True),
         "frequency_penalty": st.floats(-2, 2),
         "presence_penalty": st.floats(-2, 2),
         "stop": st.lists(st.text(max_size=3), max_size=3),
