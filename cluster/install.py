@@ -54,9 +54,7 @@ def read_stamp(environment: Path) -> dict[str, Any] | None:
 
 def is_installed(stamp: dict[str, Any] | None, wanted: dict[str, str], extras: Sequence[str]) -> bool:
     """Says whether a completed install covers what is wanted."""
-    return (
-        stamp is not None and wanted.items() <= stamp.items() and set(extras) <= set(stamp.get("extras", []))
-    )
+    return stamp is not None and wanted.items() <= stamp.items() and set(extras) <= set(stamp.get("extras", []))
 
 
 def check_python() -> None:
@@ -82,9 +80,7 @@ def check_temporary_folder() -> None:
     try:
         folder = Path(tempfile.gettempdir())
     except FileNotFoundError as error:
-        raise InstallError(
-            f"no temporary folder can be written ({error}): free space or set TMPDIR."
-        ) from error
+        raise InstallError(f"no temporary folder can be written ({error}): free space or set TMPDIR.") from error
     check_room(folder, "free some, or set TMPDIR to a folder with room.")
 
 
@@ -147,9 +143,7 @@ def explain(log: Path) -> str:
     tail = last_lines(log, 15)
     remedy = ""
     if "No space left on device" in tail:
-        remedy = (
-            f"\nThe disk of {REPOSITORY} or of {tempfile.gettempdir()} (TMPDIR) is full: free some space."
-        )
+        remedy = f"\nThe disk of {REPOSITORY} or of {tempfile.gettempdir()} (TMPDIR) is full: free some space."
     return f"pip failed. The end of its log, {log}:\n{tail}{remedy}"
 
 

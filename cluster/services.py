@@ -39,9 +39,7 @@ def start(settings: Settings, storage: Path | None) -> None:
 
 def check_ports(settings: Settings, names: Iterable[str]) -> None:
     """Raises SettingsError if a stranger listens on one of the named ports."""
-    ours = [
-        process.pid for part in ("head", "mlflow") for process in processes.find_ours(settings.marker(part))
-    ]
+    ours = [process.pid for part in ("head", "mlflow") for process in processes.find_ours(settings.marker(part))]
     taken = ports.find_taken({name: settings.ports[name] for name in names}, ours)
     if taken:
         raise SettingsError("\n".join(taken))
@@ -58,6 +56,7 @@ def main() -> int:
     except (head.HeadError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    head.warn_exposed(settings)
     if settings.node_ip != LOOPBACK:
         print("warning: other machines can reach this head; whoever has the token can run code on it.")
         print(f"To join:     bash cluster/worker.sh {settings.ray_address} TOKEN_FILE")

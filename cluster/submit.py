@@ -21,7 +21,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from cluster import head
 from cluster.product import Run
-from cluster.settings import REPOSITORY, STOP_WAIT_S, Settings
+from cluster.settings import REPOSITORY, STOP_WAIT_S, Settings, auth_headers
 from cluster.upload import check_upload
 
 POLL_S = 0.25
@@ -34,7 +34,7 @@ class JobError(Exception):
     """Why a job cannot be submitted or followed."""
 
 
-def run_job(settings: Settings, client: JobSubmissionClient, run: Run) -> int:
+def run_job(settings: Settings, run: Run) -> int:
     """Runs or joins the job of `run` and returns its exit code.
 
     Raises:
@@ -42,6 +42,7 @@ def run_job(settings: Settings, client: JobSubmissionClient, run: Run) -> int:
         JobError: the head died meanwhile.
         KeyboardInterrupt: a second interrupt while the job was saving.
     """
+    client = JobSubmissionClient(settings.dashboard_url, headers=auth_headers(settings))
     jobs = client.list_jobs()
     job_id = find_running(jobs, run)
     if job_id is None:
