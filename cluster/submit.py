@@ -53,7 +53,7 @@ def run_job(settings: Settings, run: Run) -> int:
         print(f"Job {job_id} of this run is at work already: following it.", flush=True)
         is_new = False
     stopped_at_s = None
-    with LogReader(settings.ray_temp / "session_latest" / "logs" / f"job-driver-{job_id}.log") as log:
+    with LogReader(log_path(settings, job_id)) as log:
         try:
             if is_new:
                 submit(settings, client, run, job_id)
@@ -109,6 +109,11 @@ def submit(settings: Settings, client: JobSubmissionClient, run: Run, job_id: st
                 raise JobError(f"Ray did not take the job: {error}") from error
             time.sleep(POLL_S)
     print(f"Submitted job {job_id}. Ctrl-C saves and stops it; the same command goes on.", flush=True)
+
+
+def log_path(settings: Settings, job_id: str) -> Path:
+    """Returns where Ray, on this machine, writes what the job prints."""
+    return settings.ray_temp / "session_latest" / "logs" / f"job-driver-{job_id}.log"
 
 
 class LogReader:

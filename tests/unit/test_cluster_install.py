@@ -142,16 +142,27 @@ def test_waiting_tells_how_far_pip_is_and_returns_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(install, "PROGRESS_INTERVAL_S", 0.01)
-    log = tmp_path / "install.log"
-    log.write_text("Collecting torch\n")
-    # Ends when its input is closed, after the first line of progress.
+    # Ends when its input is closed, which is done at the first line of progress.
     process = subprocess.Popen(["sh", "-c", "read line; exit 7"], stdin=subprocess.PIPE)
-    assert process.stdin is not None
 
-    def last_lines(log: Path, count: int) -> str:
+    def current_phase(log: Path) -> str:
+        assert process.stdin is not None
         process.stdin.close()
-        return log.read_text().strip()
+        return "Collecting torch"
 
-    monkeypatch.setattr(install, "last_lines", last_lines)
-    assert install.wait_with_progress(process, log) == 7
+    monkeypatch.setattr(install, "current_phase", current_phase)
+    assert install.wait_with_progress(process, tmp_path / "install.log") == 7
     assert "Collecting torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("log", "phase"),
+    [
+        ("", "starting"),
+        ("Collecting torch==2.13.0 (from rayjob)\n  Downloading torch.whl\n", "Collecting torch==2.13.0"),
+        ("Collecting a\nInstalling collected packages: a, b\n  Attempting c\n", "Installing collected packages"),
+    ],
+)
+def test_phase_is_the_last_that_pip_announced(tmp_path: Path, log: str, phase: str) -> None:
+    (tmp_path / "install.log").write_text(log)
+    assert install.current_phase(tmp_path / "install.log") == phase

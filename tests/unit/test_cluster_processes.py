@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster import processes
-from cluster.settings import MARKER
+from cluster.settings import MARKER, REPOSITORY
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -28,6 +28,7 @@ def start(code: str = SLEEP, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, **variables},
+        cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
