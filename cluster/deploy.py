@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-from cluster.settings import LOOPBACK, REPOSITORY, Settings
+from cluster.settings import LOOPBACK, REPOSITORY, Settings, auth_headers
 
 CONFIG = REPOSITORY / "serving" / "config.yaml"
-PROMPT = "It was a bright cold day, and"
+PROMPT = "The old man opened the door, and"
 POLL_S = 0.25
 TIMEOUT_S = 600  # loading takes seconds; this is for a machine that is busy with something else
 
@@ -49,7 +49,7 @@ def deploy(settings: Settings, checkpoint: str) -> None:
         DeployError: the service came up with an error, or not at all.
     """
     config = render(yaml.safe_load(CONFIG.read_text()), checkpoint, settings.ports["SERVE_PORT"])
-    client = ServeSubmissionClient(settings.dashboard_url)
+    client = ServeSubmissionClient(settings.dashboard_url, headers=auth_headers(settings))
     if is_serving(client.get_serve_details(), config, written_at_s(checkpoint)):
         print(f"The service has {checkpoint} already.", flush=True)
         return
