@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -119,7 +120,7 @@ def print_next_steps(settings: Settings, run: product.Run, exit_code: int) -> No
     print(f"Run folder:    {run.folder}")
     print(f"MLflow:        {settings.mlflow_url}")
     print(f"Ray dashboard: {settings.dashboard_url} (asks for the token in {settings.token_path})")
-    print(f"Stop it all:   bash {REPOSITORY / 'cluster' / 'stop.sh'}")
+    print(f"Stop it all:   bash {shlex.quote(str(REPOSITORY / 'cluster' / 'stop.sh'))}")
 
 
 if __name__ == "__main__":
