@@ -1,6 +1,7 @@
 """The command line: every problem in one message with exit code 2, before Ray is touched."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -117,12 +118,11 @@ def test_plan_json_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_dead_cluster_in_ray_address_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(**_settings: object) -> None:
-        raise ConnectionError("no answer")
-
-    monkeypatch.setattr(ray, "init", fail)
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    for name in "abc":
-        book(tmp_path / "books", f"{name}.txt", 300)
-    assert run(tmp_path, f"data.paths=[{tmp_path / 'books'}]") == 2
-    assert "RAY_ADDRESS=127.0.0.1:1 does not answer" in capsys.readouterr().err
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        for name in "abc":
+            book(tmp_path / "books", f"{name}.txt", 300)
+        assert run(tmp_path, f"data.paths=[{tmp_path / 'books'}]") == 2
+    assert f"RAY_ADDRESS={address} does not answer" in capsys.readouterr().err
