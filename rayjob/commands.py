@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from model.config import ModelConfig
 from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import to_tree
+from rayjob.connection import connect
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
 from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
@@ -140,23 +139,6 @@ def show_config(config: JobConfig) -> dict[str, Any]:
             "grad_accum_steps": config.train.grad_accum_steps,
         }
     }
-
-
-def connect() -> None:
-    """Connects to the cluster of RAY_ADDRESS, or starts a local Ray if that is not set.
-
-    Raises:
-        ConfigError: RAY_ADDRESS names a cluster that does not answer.
-    """
-    if ray.is_initialized():
-        return
-    address = os.environ.get("RAY_ADDRESS")
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address=address)
-    except ConnectionError as error:
-        raise ConfigError([f"RAY_ADDRESS={address} does not answer: start the head or unset it. ({error})"]) from error
-    signal.signal(signal.SIGTERM, handler)  # Ray puts its own in its place
 
 
 def _check_windows(config: JobConfig, corpus: PreparedCorpus) -> None:

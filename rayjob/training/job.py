@@ -20,7 +20,7 @@ from model.checkpoint import latest_checkpoint, load_trainer_state
 from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
-from rayjob.config_file import to_tree
+from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.prepare import PreparedCorpus
 from rayjob.lock import exclusive
 from rayjob.training.feed import n_windows
@@ -158,8 +158,14 @@ def _cpus_per_worker(num_workers: int) -> float:
 
 
 def _write_config(config: JobConfig) -> None:
-    """Writes config.yaml of the run, naming what changed since the last attempt."""
-    write_atomically(config.run_folder / "config.yaml", yaml.safe_dump(to_tree(config), sort_keys=False).encode())
+    """Writes config.yaml of the run, telling what changed since the last attempt."""
+    path = config.run_folder / "config.yaml"
+    if path.exists():
+        before, now = flatten_tree(yaml.safe_load(path.read_text())), flatten_tree(to_tree(config))
+        for key in sorted(before.keys() & now.keys()):
+            if before[key] != now[key]:
+                logger.warning("%s changed since this run was started: %s -> %s", key, before[key], now[key])
+    write_atomically(path, yaml.safe_dump(to_tree(config), sort_keys=False).encode())
 
 
 def _sinks(config: JobConfig, n_steps: int) -> list[Sink]:

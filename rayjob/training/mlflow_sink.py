@@ -8,7 +8,7 @@ from typing import Any
 
 from model.checkpoint import best_checkpoint
 from rayjob.config import JobConfig
-from rayjob.config_file import flatten_tree
+from rayjob.config_file import flatten_tree, to_tree
 from rayjob.training.metrics import MetricsRow
 from rayjob.training.sample import SAMPLES_FOLDER
 from rayjob.training.tracking import metrics_of
@@ -109,7 +109,7 @@ class MlflowSink:
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._run_id).data.params
-        now = {key: str(value)[:_MAX_VALUE_CHARS] for key, value in flatten_tree(self._config).items()}
+        now = {key: str(value)[:_MAX_VALUE_CHARS] for key, value in flatten_tree(to_tree(self._config)).items()}
         params = [Param(key, value) for key, value in now.items() if key not in known]
         tags = [
             RunTag(f"changed.{key}", f"{known[key]} -> {value}")
