@@ -214,8 +214,9 @@ def answers(settings: Settings) -> bool:
 def warn_exposed(settings: Settings) -> None:
     """Warns of every socket of the head and of what runs on it that other machines can reach.
 
-    With NODE_IP on loopback that is one, which Ray Serve's replicas open on all interfaces whatever they are told.
+    With NODE_IP on loopback that is one, which Ray Serve's replicas open on all interfaces whatever they are told;
+    it refuses whoever has no token.
     """
     ours = [process.pid for process in processes.find_ours(settings.marker("head"))]
     for line in ports.find_exposed(ours):
-        print(f"warning: other machines can reach {line}; it asks for the token, a firewall would close it.")
+        print(f"warning: other machines can reach {line}; a firewall would close it.")

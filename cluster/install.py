@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,8 @@ from pathlib import Path
 from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-NEEDED_GIB = 3  # torch for CPUs with everything else takes 2.3 GiB; the CUDA build several more
+NEEDED_GIB = 3  # torch for CPUs with everything else takes 2.1 GiB; the CUDA build several more
+NEEDED_TEMPORARY_GIB = 1  # for one downloaded package at a time
 PROGRESS_INTERVAL_S = 15
 STAMP = "installed.json"
 
@@ -68,7 +70,7 @@ def check_python() -> None:
     )
 
 
-def check_room(folder: Path, remedy: str, needed_gib: float = NEEDED_GIB) -> None:
+def check_room(folder: Path, needed_gib: int, remedy: str) -> None:
     """Raises InstallError if the file system of `folder` has less than `needed_gib` GiB free."""
     free_gib = shutil.disk_usage(folder).free / 2**30
     if free_gib < needed_gib:
@@ -81,7 +83,7 @@ def check_temporary_folder() -> None:
         folder = Path(tempfile.gettempdir())
     except FileNotFoundError as error:
         raise InstallError(f"no temporary folder can be written ({error}): free space or set TMPDIR.") from error
-    check_room(folder, "free some, or set TMPDIR to a folder with room.")
+    check_room(folder, NEEDED_TEMPORARY_GIB, "free some, or set TMPDIR to a folder with room.")
 
 
 def make_environment(environment: Path) -> None:
@@ -181,7 +183,7 @@ def install(extras: Sequence[str]) -> None:
         if is_installed(stamp, wanted, extras):
             return
         check_python()
-        check_room(REPOSITORY, "free some space there.")
+        check_room(REPOSITORY, NEEDED_GIB, "free some space there.")
         check_temporary_folder()
         print(f"Installing into {environment} (the first time takes minutes).", flush=True)
         started_at_s = time.monotonic()
@@ -197,6 +199,7 @@ def install(extras: Sequence[str]) -> None:
 
 def main() -> int:
     """Installs with the extras named on the command line; returns the exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that pip is ended too
     try:
         install(sys.argv[1:])
     except KeyboardInterrupt:

@@ -95,7 +95,10 @@ def find_taken(ports: Mapping[str, int], ours: Iterable[int]) -> list[str]:
 def describe(pid: int | None) -> str:
     """Returns a process in words."""
     process = look(pid) if pid is not None else None
-    return "another process" if process is None else f"process {process.pid} ({process.command[:60]})"
+    if process is None:
+        return "another process"
+    words = [word.rpartition("/")[2] if word.startswith("/") else word for word in process.command.split()[:3]]
+    return f"process {process.pid} ({' '.join(words)[:60]})"
 
 
 def find_exposed(ours: Iterable[int]) -> list[str]:
