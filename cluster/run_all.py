@@ -116,7 +116,7 @@ def print_next_steps(settings: Settings, run: product.Run, exit_code: int) -> No
     elif exit_code != 0:
         print(f"\nFailed with exit code {exit_code}; the lines above say why.")
     else:
-        print(f"Service:       {settings.serve_url} (POST /generate, playground at /)")
+        print(f"Service:       {settings.serve_url} (POST /generate, API page at /docs)")
     print(f"Run folder:    {run.folder}")
     print(f"MLflow:        {settings.mlflow_url}")
     print(f"Ray dashboard: {settings.dashboard_url} (asks for the token in {settings.token_path})")
