@@ -173,8 +173,9 @@ def ray_python(settings: Settings) -> str:
     if shlex.quote(sys.executable) == sys.executable:
         return sys.executable
     link = settings.temp / "venv"
-    link.unlink(missing_ok=True)
-    link.symlink_to(sys.prefix)
+    if not (link.is_symlink() and link.readlink() == Path(sys.prefix)):
+        link.unlink(missing_ok=True)
+        link.symlink_to(sys.prefix)
     return str(link / "bin" / "python")
 
 

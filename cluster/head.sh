@@ -3,5 +3,5 @@
 #   NODE_IP=10.0.0.5 bash cluster/head.sh     lets cluster/worker.sh on other machines join
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
-install
-cluster services
+ensure_installed
+run_module services

@@ -40,6 +40,7 @@ FAILURES = (
     tracking_server.TrackingServerError,
     UploadError,
     OSError,
+    RuntimeError,  # Ray's clients raise it for any answer but 200
 )
 FAILED, BAD_USAGE, STOPPED = 1, 2, 3
 
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     except product.CommandError as error:
         return error.exit_code
     except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
         return STOPPED
     return exit_code
 

@@ -3,5 +3,5 @@
 #   bash cluster/run_all.sh [CONFIG] [KEY=VALUE …]
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
-install
-cluster run_all "$@"
+ensure_installed
+run_module run_all "$@"

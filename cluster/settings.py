@@ -106,12 +106,12 @@ def prepare_folders(settings: Settings) -> None:
     """Makes the state and temporary folders, readable for this user alone, and the token.
 
     Raises:
-        PermissionError: somebody else owns the temporary folder.
+        PermissionError: the temporary folder is somebody else's, or a link to where somebody chose.
     """
     for folder in (settings.state, settings.temp):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if settings.temp.stat().st_uid != os.getuid():
-        raise PermissionError(f"{settings.temp} belongs to somebody else: set RAY_TMPDIR to another folder.")
+    if settings.temp.is_symlink() or settings.temp.stat().st_uid != os.getuid():
+        raise PermissionError(f"{settings.temp} was made by somebody else: set RAY_TMPDIR to another folder.")
     try:
         descriptor = os.open(settings.token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -137,17 +137,15 @@ def auth_headers(settings: Settings) -> dict[str, str]:
 
 def process_environment(settings: Settings, environment: Mapping[str, str], part: str) -> dict[str, str]:
     """Returns the environment of the processes of one part; workers and jobs inherit the head's."""
-    defaults = {
-        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
-        # How fast Ray Train commits a report: 2 s by default, long enough to lose one to a preemption.
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
-    }
+    # How fast Ray Train commits a report: 2 s by default, long enough to lose one to a preemption.
+    defaults = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25"}
     fixed = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(settings.token_path),
         MARKER: settings.marker(part),
         # Parts of Ray Train look for "the" cluster of the machine and give up if they find two.
         "RAY_ADDRESS": settings.ray_address,
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
         "RAY_USAGE_STATS_ENABLED": "0",
         # Two fixed ports otherwise, so that a second cluster on the machine would log errors.
         "AUTOSCALER_METRIC_PORT": "0",

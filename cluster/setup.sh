@@ -1,6 +1,7 @@
+# shellcheck shell=bash
 # Sourced by the scripts beside it. Finds Python, then offers
-#   install [EXTRA]   makes <repository>/.venv and installs the product there, if that is not done already
-#   cluster MODULE …  runs cluster/MODULE.py in that environment, in place of the calling script
+#   ensure_installed [EXTRA]  makes <repository>/.venv and installs the product there, if that is not done already
+#   run_module MODULE …       runs cluster/MODULE.py in that environment, in place of the calling script
 # PYTHON names another interpreter than the one found here.
 
 repository="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -34,15 +35,16 @@ if [[ -z "${HOME:-}" || ! -w "$HOME" ]]; then
   mkdir -p -- "$HOME" || fail "$repository cannot be written either: copy it to a folder that can."
 fi
 
-install() {
+ensure_installed() {
   local python
   python="$(find_python)" || exit 1
   "$python" -I "$repository/cluster/install.py" "$@"
 }
 
-cluster() {
-  local python
-  python="$(find_python)" || exit 1  # the environment's own, if there is one
-  cd -- "$repository"
+run_module() {
+  local python="$repository/.venv/bin/python"
+  # stop.sh must work without an environment too.
+  [[ -x "$python" ]] || python="$(find_python)" || exit 1
+  cd -- "$repository" || exit 1
   exec "$python" -m "cluster.$1" "${@:2}"
 }

@@ -2,4 +2,4 @@
 # Stops what run_all.sh and head.sh started on this machine; a running job saves a checkpoint first.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
-cluster stop
+run_module stop

@@ -27,7 +27,7 @@ from cluster.upload import check_upload
 POLL_S = 0.25
 AGENT_TIMEOUT_S = 60
 DONE, FAILED, STOPPED = 0, 1, 3
-EXIT_CODES = (0, 1, 2, 3)
+KNOWN_FAILURES = (1, 2, 3)
 
 
 class JobError(Exception):
@@ -61,7 +61,7 @@ def run_job(settings: Settings, run: Run) -> int:
         except KeyboardInterrupt:
             print("\nStopping: the job saves a checkpoint first.", flush=True)
             stopped_at_s = time.monotonic()
-            client.stop_job(job_id)
+            stop(client, job_id)
             job = follow(settings, client, job_id, log)
     if stopped_at_s is not None and time.monotonic() - stopped_at_s >= STOP_WAIT_S:
         print(f"The job was killed: it did not end within {STOP_WAIT_S} s.", file=sys.stderr)
@@ -139,6 +139,18 @@ class LogReader:
             sys.stdout.flush()
 
 
+def stop(client: JobSubmissionClient, job_id: str) -> None:
+    """Asks the job to end.
+
+    Raises:
+        KeyboardInterrupt: the interrupt came before the job was submitted, so there is nothing to wait for.
+    """
+    try:
+        client.stop_job(job_id)
+    except RuntimeError:
+        raise KeyboardInterrupt from None
+
+
 def follow(settings: Settings, client: JobSubmissionClient, job_id: str, log: LogReader) -> JobDetails:
     """Prints the job's log until the job has ended; returns how it ended.
 
@@ -166,7 +178,7 @@ def exit_code(job: JobDetails) -> int:
         return DONE
     if job.status is JobStatus.STOPPED:
         return STOPPED
-    if job.driver_exit_code in EXIT_CODES[1:]:
+    if job.driver_exit_code in KNOWN_FAILURES:
         return int(job.driver_exit_code)
     print(f"The job failed: {(job.message or 'no reason given').splitlines()[0]}", file=sys.stderr)
     return FAILED

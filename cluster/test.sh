@@ -2,7 +2,7 @@
 # Everything that must hold: format, lint, types, tests. With arguments only pytest, with these.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
-install test
+ensure_installed test
 cd -- "$repository"
 bin="$repository/.venv/bin"
 if (($# == 0)); then

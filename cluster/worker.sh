@@ -3,5 +3,5 @@
 #   bash cluster/worker.sh HEAD_IP:PORT TOKEN_FILE     (a copy of the head's .cluster/token, mode 0600)
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
-install
-cluster worker "$@"
+ensure_installed
+run_module worker "$@"

@@ -57,3 +57,12 @@ def test_unwritable_home_is_replaced_and_named(tmp_path: Path) -> None:
     finished = setup('echo "$HOME"', tmp_path, HOME="/proc/1")
     assert "HOME (/proc/1) cannot be written" in finished.stderr
     assert finished.stdout == f"{REPOSITORY}/.cluster/home\n"
+
+
+def test_modules_run_in_the_environment_whatever_python_made_it(tmp_path: Path) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$PWD $*"\n')
+    python.chmod(0o755)
+    finished = setup('repository="$PWD"; cd /; run_module stop "a b"', tmp_path, PYTHON="python3")
+    assert finished.stdout == f"{tmp_path} -m cluster.stop a b\n"

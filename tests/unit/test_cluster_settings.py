@@ -1,5 +1,6 @@
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,17 +48,21 @@ def test_each_state_folder_has_a_temporary_folder_of_its_own() -> None:
 
 
 def test_only_the_owner_can_read_the_token_and_it_stays_the_same(tmp_path: Path) -> None:
-    settings = read_settings({"RAYJOB_STATE": str(tmp_path / "state")})
-    try:
+    settings = replace(read_settings({"RAYJOB_STATE": str(tmp_path / "state")}), temp=tmp_path / "temp")
+    prepare_folders(settings)
+    token = settings.token_path.read_text()
+    prepare_folders(settings)
+    assert settings.token_path.read_text() == token
+    assert stat.S_IMODE(settings.token_path.stat().st_mode) == 0o600
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (settings.state, settings.temp)} == {0o700}
+    assert auth_headers(settings) == {"Authorization": f"Bearer {token}"}
+
+
+def test_temporary_folder_planted_by_somebody_else_is_refused(tmp_path: Path) -> None:
+    settings = replace(read_settings({"RAYJOB_STATE": str(tmp_path / "state")}), temp=tmp_path / "planted")
+    settings.temp.symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match="RAY_TMPDIR"):
         prepare_folders(settings)
-        token = settings.token_path.read_text()
-        prepare_folders(settings)
-        assert settings.token_path.read_text() == token
-        assert stat.S_IMODE(settings.token_path.stat().st_mode) == 0o600
-        assert stat.S_IMODE(settings.state.stat().st_mode) == 0o700
-        assert auth_headers(settings) == {"Authorization": f"Bearer {token}"}
-    finally:
-        settings.temp.rmdir()
 
 
 def test_our_processes_are_marked_and_meet_no_other_cluster() -> None:
@@ -70,9 +75,9 @@ def test_our_processes_are_marked_and_meet_no_other_cluster() -> None:
 
 def test_tuning_by_the_user_is_kept_but_authentication_cannot_be_turned_off() -> None:
     settings = read_settings({"RAYJOB_STATE": "/a"})
-    wishes = {"RAY_JOB_STOP_WAIT_TIME_S": "300", "RAY_AUTH_MODE": "disabled"}
+    wishes = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1", "RAY_AUTH_MODE": "disabled"}
     environment = process_environment(settings, wishes, "head")
-    assert environment["RAY_JOB_STOP_WAIT_TIME_S"] == "300"
+    assert environment["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] == "1"
     assert environment["RAY_AUTH_MODE"] == "token"
 
 

@@ -139,6 +139,19 @@ def test_interrupt_stops_the_job_and_waits_for_it(run: Any, capsys: pytest.Captu
     assert capsys.readouterr().out.endswith("saving\nsaved\n")
 
 
+def test_interrupt_before_the_job_was_taken_waits_for_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def unknown(self: FakeJobs, job_id: str) -> None:
+        raise RuntimeError("Job small-1 does not exist")
+
+    monkeypatch.setattr(submit, "submit", interrupted)
+    monkeypatch.setattr(FakeJobs, "stop_job", unknown)
+    with pytest.raises(KeyboardInterrupt):
+        run([])
+
+
 def test_job_that_had_to_be_killed_is_a_failure(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0, submit.STOP_WAIT_S])
     monkeypatch.setattr(submit.time, "monotonic", lambda: next(clock))
