@@ -7,6 +7,7 @@ State, ports and storage are this module's own: a cluster of the developer's on 
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -118,6 +119,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     yield machine
     machine.call("stop.sh")
     assert machine.left_processes() == []
+    shutil.rmtree(read_settings(variables).temp, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
