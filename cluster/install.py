@@ -106,7 +106,6 @@ def pip_install(environment: Path, extras: Sequence[str], log: Path) -> None:
         "pip",
         "install",
         "--no-input",
-        "--no-compile",  # a third of the time went into files that most runs never import; Python compiles the rest
         "--editable",
         target,
     ]
