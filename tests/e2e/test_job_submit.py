@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class Head:
 
     def __init__(self, temp: Path, token: Path) -> None:
         self.temp = temp
-        self.gcs_port, self.dashboard_port = free_ports(2)
+        self.gcs_port, self.dashboard_port, self.agent_port, self.client_port = free_ports(4)
         token.write_text(secrets.token_hex(32))
         self._environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         self._environment.pop("RAY_ADDRESS", None)
@@ -37,6 +38,8 @@ class Head:
         ports = [f"--port={self.gcs_port}", f"--dashboard-port={self.dashboard_port}", "--min-worker-port=0"]
         options = ["--head", "--block", "--num-cpus=2", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
         command = [str(RAY), "start", *options, *ports, "--max-worker-port=0", f"--temp-dir={self.temp}"]
+        # Fixed by default, and then taken by any other Ray of the machine.
+        command += [f"--dashboard-agent-listen-port={self.agent_port}", f"--ray-client-server-port={self.client_port}"]
         return subprocess.Popen(command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def submit(self, *entrypoint: str) -> subprocess.CompletedProcess[str]:
@@ -67,10 +70,11 @@ def test_submitted_job_trains_from_a_small_upload(head: Head, tmp_path: Path) ->
         "train.max_steps=20",
     ]
     entrypoint = [sys.executable, "-m", "rayjob", "run", "--config", "rayjob/configs/small.yaml", *overrides]
-    # The head answers some seconds after its start; Ray's command line retries nothing.
-    for _ in range(60):
+    # The head takes jobs some seconds after its start; Ray's command line retries nothing.
+    deadline_s = time.monotonic() + 120
+    while True:
         job = head.submit(*entrypoint)
-        if job.returncode == 0 or "succeeded" in job.stdout or "failed" in job.stdout:
+        if "submitted successfully" in job.stdout or time.monotonic() > deadline_s:
             break
     assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
     assert [row.step for row in read_metrics(tmp_path / "store" / "runs" / "submitted")] == list(range(1, 21))
