@@ -16,13 +16,13 @@ from model.config import ModelConfig
 from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import to_tree
+from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
 from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
 from rayjob.status import set_stage
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
-from rayjob.training.feed import n_windows
 from rayjob.training.job import Outcome
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
 from rayjob.config_file import to_tree
+from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
 from rayjob.lock import exclusive
-from rayjob.training.feed import n_windows
 from rayjob.training.loop import TrainTask, train_loop
 from rayjob.training.mlflow_sink import MlflowSink
 from rayjob.training.narration import Narration
