@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rayjob.corpus.blocks import SPLITS
 from rayjob.corpus.catalog import Catalog, Stretch, some_of
 from rayjob.corpus.row_catalog import RowCatalog
+from rayjob.corpus.row_units import RowUnit
 from rayjob.corpus.scan import BOILERPLATE, DUPLICATE, EMPTY, TRAIN, VAL
 from rayjob.corpus.sources import Source
-from rayjob.corpus.units import AnyUnit
 
 REMOVED_LINES = 20  # most frequent boilerplate lines that the manifest names
 N_STATES = 5
@@ -24,12 +25,14 @@ class CorpusFacts(NamedTuple):
     """Counts and statistics of a corpus.
 
     Attributes:
-        sources: one entry per file. sha256s: by split, of the contents whatever the tokenizer.
+        sources: one entry per file.
+        documents, sha256s: by split, their number (see `SplitTotals`) and the hash of their contents.
         totals, statistics, warnings: see `Manifest`.
         repeats: what was removed because it stands earlier, as CSV; None where the warnings name it.
     """
 
     sources: list[dict[str, Any]]
+    documents: dict[str, int]
     sha256s: dict[str, str]
     totals: dict[str, int]
     statistics: dict[str, dict[str, int]]
@@ -56,10 +59,11 @@ def document_facts(sources: Sequence[Source], catalog: Catalog) -> CorpusFacts:
     sizes = np.array([stretch.bytes for stretches in splits.values() for stretch in stretches], dtype=np.int64)
     sha256s = {split: _documents_sha256(stretches) for split, stretches in splits.items()}
     statistics = {"row_bytes": _histogram([sizes]), "removed_lines": {}}
-    return CorpusFacts(described, sha256s, totals, statistics, list(catalog.warnings), None)
+    documents = {split: len(stretches) for split, stretches in splits.items()}
+    return CorpusFacts(described, documents, sha256s, totals, statistics, list(catalog.warnings), None)
 
 
-def row_facts(sources: Sequence[Source], catalog: RowCatalog) -> CorpusFacts:
+def row_facts(sources: Sequence[Source], catalog: RowCatalog, units: Sequence[RowUnit]) -> CorpusFacts:
     """Facts of rows, added up over the scan parts."""
     n_rows, n_bytes = np.zeros(N_STATES, dtype=np.int64), np.zeros(N_STATES, dtype=np.int64)
     by_source = {source: Counter[str]() for source in sources}
@@ -88,18 +92,24 @@ def row_facts(sources: Sequence[Source], catalog: RowCatalog) -> CorpusFacts:
     ]
     warnings = list(_row_warnings(by_source, first_seen))
     return CorpusFacts(
-        described, catalog.sha256s, _row_totals(n_rows, n_bytes), statistics, warnings, _repeats_csv(catalog)
+        described,
+        {split: _count_documents(units, split) for split in SPLITS},
+        catalog.sha256s,
+        _row_totals(n_rows, n_bytes),
+        statistics,
+        warnings,
+        _repeats_csv(catalog),
     )
-
-
-def text_rows(units: Iterable[AnyUnit], split: str) -> int:
-    """Documents of one side, or runs of neighbouring rows."""
-    return sum(len(unit.spans) for unit in units if unit.split == split)
 
 
 def _documents_sha256(stretches: Sequence[Stretch]) -> str:
     texts = sorted(f"{stretch.document.sha256} {stretch.pieces[0].start} {stretch.bytes}" for stretch in stretches)
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+def _count_documents(units: Sequence[RowUnit], split: str) -> int:
+    """Documents of one side; without known ones each run of rows has a name of its own."""
+    return len({span.doc_id for unit in units if unit.split == split for span in unit.spans})
 
 
 def _row_totals(n_rows: npt.NDArray[np.int64], n_bytes: npt.NDArray[np.int64]) -> dict[str, int]:

@@ -1,26 +1,24 @@
 """The manifest of a finished corpus, summed up from its facts and its blocks."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rayjob.corpus.blocks import DTYPE, SPLITS, Block, Manifest, SplitTotals, n_windows
-from rayjob.corpus.facts import CorpusFacts, text_rows
+from rayjob.corpus.facts import CorpusFacts
 from rayjob.corpus.identity import Inputs, digest
-from rayjob.corpus.units import AnyUnit
 
 
 def build_manifest(
     inputs: Inputs,
     origin: Mapping[str, str],
     facts: CorpusFacts,
-    units: Sequence[AnyUnit],
     blocks: Mapping[str, list[Block]],
     max_seq_len: int,
 ) -> Manifest:
     """Adds up what was read and written."""
     sides = {
         split: SplitTotals(
-            documents=text_rows(units, split),
+            documents=facts.documents[split],
             tokens=sum(block.tokens for block in blocks[split]),
             windows=0,
             tail_tokens=0,

@@ -81,4 +81,5 @@ def make_plan(data: DataConfig, sources: tuple[Source, ...], cache: Path, is_can
     settings = ScanSettings(data.text_column, data.doc_column, str(cache / "scans"))
     ensure_scanned(ranges, settings, is_cancelled)
     row_catalog = build_row_catalog(ranges, settings, dedup=data.dedup, val_fraction=data.val_fraction)
-    return Plan(list(plan_row_units(row_catalog)), row_facts(sources, row_catalog))
+    row_units = plan_row_units(row_catalog)
+    return Plan(list(row_units), row_facts(sources, row_catalog, row_units))

@@ -129,8 +129,6 @@ def _prepare_locked(
 ) -> PreparedCorpus:
     sources = obtain_sources(data, storage)
     inputs = tokenizer_inputs(data, tokenizer, sources)
-    for reason in explain_rebuild(storage, inputs):
-        logger.info("%s", reason)
     plan = make_plan(data, sources, storage / "cache", is_cancelled)
     for warning in plan.facts.warnings:
         logger.warning("%s", warning)
@@ -141,10 +139,12 @@ def _prepare_locked(
     _stop_if(is_cancelled, "before tokenizing")
     inputs = tokens_inputs(inputs, _load_tokenizer(tokenizer_folder))
     tokens_folder = storage / "tokens" / digest(inputs)
+    for reason in explain_rebuild(storage, inputs):
+        logger.info("%s", reason)
     folders = Folders(str(tokens_folder), str(tokenizer_folder), str(storage / "cache" / "words"))
     blocks = _ensure_blocks(plan, folders, is_cancelled)
     _check_unchanged(data, storage, sources)
-    manifest = build_manifest(inputs, origin(data, storage), plan.facts, plan.units, blocks, max_seq_len)
+    manifest = build_manifest(inputs, origin(data, storage), plan.facts, blocks, max_seq_len)
     if plan.facts.repeats is not None:
         write_atomically(tokens_folder / REPEATS_FILE, plan.facts.repeats)
     manifest.save(tokens_folder)
