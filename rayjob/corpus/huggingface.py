@@ -13,6 +13,7 @@ The client honours HF_TOKEN and HF_ENDPOINT; with HF_HUB_OFFLINE set nothing is 
 """
 
 import fnmatch
+import itertools
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
 TRIES = 4
+BUSY = (429, 500, 502, 503, 504)
 MAX_WAIT_S = 300.0  # of one Retry-After
 LINES_PER_GROUP = 10_000
 
@@ -72,7 +74,6 @@ class Pin:
     repo: str
     revision: str
     commit: str
-    pattern: str
     files: dict[str, tuple[int | None, str | None]]
     is_complete: bool
 
@@ -154,7 +155,7 @@ def _ask(choice: Choice) -> Pin | str:
     }
     if not files or info.sha is None:
         return f"it has no file {choice.pattern}"
-    return Pin(choice.repo, choice.revision, info.sha, choice.pattern, files, is_complete=False)
+    return Pin(choice.repo, choice.revision, info.sha, files, is_complete=False)
 
 
 def _download(pin: Pin, folder: Path) -> None:
@@ -167,7 +168,7 @@ def _download(pin: Pin, folder: Path) -> None:
             repo_type="dataset",
             revision=pin.commit,
             local_dir=folder,
-            allow_patterns=pin.pattern,
+            allow_patterns=list(pin.files),
             etag_timeout=TIMEOUT_S,
             endpoint=_endpoint(),
             max_workers=4,  # more of them meet the hub's rate limit
@@ -183,24 +184,25 @@ def _patiently(call: Callable[[], T]) -> T:
     """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    transport_errors = HfHubHTTPError.__bases__  # the HTTP library's own, whichever this version of the client uses
+    transport_error = HfHubHTTPError.__bases__[0]  # of the HTTP library that this version of the client uses
     for left in reversed(range(TRIES)):
         try:
             return call()
+        except LocalEntryNotFoundError as error:  # snapshot_download's word for a hub that it got no answer from
+            busy = error.__cause__
+            if not isinstance(busy, HfHubHTTPError):
+                raise _unreachable(busy or error) from None
         except HfHubHTTPError as error:
-            status = error.response.status_code if error.response is not None else None
-            if status not in (429, 500, 502, 503, 504):
-                raise
-            reason = _first_line(error)
-            wait_s = _retry_after_s(error.response.headers.get("Retry-After"))
-        except LocalEntryNotFoundError as error:  # snapshot_download's word for a hub that does not answer
-            raise _unreachable(error.__cause__ or error) from None
-        except transport_errors as error:
+            busy = error
+        except transport_error as error:
             raise _unreachable(error) from None
+        if busy.response.status_code not in BUSY:
+            raise busy
         if left:
-            logger.warning("the hub is busy (%s): trying again in %.0f s", reason, wait_s)
+            wait_s = _retry_after_s(busy.response.headers.get("Retry-After"))
+            logger.warning("the hub is busy (%s): trying again in %.0f s", _first_line(busy), wait_s)
             time.sleep(wait_s)
-    raise CorpusError([f"The hub is busy ({reason}): run the same command later, it goes on where it was."])
+    raise CorpusError([f"The hub is busy ({_first_line(busy)}): run the same command later, it goes on where it was."])
 
 
 def _unreachable(error: BaseException) -> CorpusError:
@@ -217,18 +219,22 @@ def _retry_after_s(header: str | None) -> float:
 def _check_files(pin: Pin, folder: Path) -> None:
     """Removes and names files that are not what the hub announced, so that the next call fetches them again."""
     problems = []
-    for name, (n_bytes, sha256) in pin.files.items():
-        path = folder / name
-        problem = None
-        if n_bytes is not None and path.stat().st_size != n_bytes:
-            problem = f"has {path.stat().st_size:,} bytes, the hub announced {n_bytes:,}"
-        elif sha256 is not None and sha256_of(str(path)) != sha256:
-            problem = "has another sha256 than the hub announced"
-        if problem:
-            path.unlink()
-            problems.append(f"{name} of {pin.repo} {problem}: removed, run the same command to fetch it again.")
+    for name, announced in pin.files.items():
+        if problem := _file_problem(folder / name, *announced):
+            (folder / name).unlink(missing_ok=True)
+            problems.append(f"{name} of {pin.repo} {problem}: run the same command to fetch it again.")
     if problems:
         raise CorpusError(problems)
+
+
+def _file_problem(path: Path, n_bytes: int | None, sha256: str | None) -> str | None:
+    if not path.exists():
+        return "was not sent"
+    if n_bytes is not None and path.stat().st_size != n_bytes:
+        return f"has {path.stat().st_size:,} bytes, the hub announced {n_bytes:,}"
+    if sha256 is not None and sha256_of(str(path)) != sha256:
+        return "has another sha256 than the hub announced"
+    return None
 
 
 def _lines_to_parquet(path: Path) -> None:
@@ -248,7 +254,7 @@ def _lines_to_parquet(path: Path) -> None:
 
 def _groups_of_lines(path: Path) -> Iterator[list[bytes]]:
     with path.open("rb") as file:
-        while lines := [line.rstrip(b"\r\n") for line, _ in zip(file, range(LINES_PER_GROUP), strict=False)]:
+        while lines := [line.rstrip(b"\r\n") for line in itertools.islice(file, LINES_PER_GROUP)]:
             yield lines
 
 
