@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import ray
 from model.checkpoint import best_checkpoint, resolve_checkpoint
 from model.complete import CheckpointError
 from model.config import ModelConfig
+from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import to_tree
 from rayjob.corpus.blocks import n_windows
+from rayjob.corpus.lookup import find_window
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
 from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
@@ -120,10 +123,32 @@ def evaluate(config: JobConfig, checkpoint: Path, texts: list[Path] | None) -> E
         raise ConfigError([str(error)]) from error
     if texts:
         return evaluate_texts(folder, texts, config.model.max_seq_len)
-    corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)
-    if corpus is None:
-        raise ConfigError(["the corpus of this configuration is not prepared: run `prepare`, or give --text."])
+    corpus = _prepared_corpus(config, "run `prepare`, or give --text")
     return evaluate_split(folder, corpus.tokens_folder, config.model.max_seq_len)
+
+
+def show_windows(config: JobConfig, split: str, windows: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns, for each window id of a split, its documents and their text in it.
+
+    Raises:
+        ConfigError: the corpus is not prepared, or there is no such window.
+    """
+    corpus = _prepared_corpus(config, "run `prepare`")
+    T = config.model.max_seq_len
+    n = n_windows(corpus.manifest.split(split).tokens, T)
+    problems = [
+        f"window {window} is not in the {split} split: its ids are 0 to {n - 1:,} at max_seq_len={T}."
+        for window in windows
+        if not 0 <= window < n
+    ]
+    if problems:
+        raise ConfigError(problems)
+    tokenizer = Tokenizer.load(corpus.tokenizer_folder)
+    found = []
+    for window in windows:
+        parts = find_window(corpus.tokens_folder, corpus.manifest, tokenizer, split, window, T)
+        found.append({"window": window, "split": split, "parts": [part._asdict() for part in parts]})
+    return found
 
 
 def show_config(config: JobConfig) -> dict[str, Any]:
@@ -157,6 +182,13 @@ def connect() -> None:
     except ConnectionError as error:
         raise ConfigError([f"RAY_ADDRESS={address} does not answer: start the head or unset it. ({error})"]) from error
     signal.signal(signal.SIGTERM, handler)  # Ray puts its own in its place
+
+
+def _prepared_corpus(config: JobConfig, remedy: str) -> PreparedCorpus:
+    corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)
+    if corpus is None:
+        raise ConfigError([f"the corpus of this configuration is not prepared: {remedy}."])
+    return corpus
 
 
 def _check_windows(config: JobConfig, corpus: PreparedCorpus) -> None:

@@ -12,6 +12,7 @@ sources (hashed)          sources.py, demo.py, huggingface.py
 <storage>/cache/ keeps scan parts and words, so that a change costs only what depends on it; it can be deleted.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from model.tokenizer import Tokenizer, VocabularyTooLarge, train_tokenizer, trai
 from rayjob.atomic import new_folder, remove_temporary, write_atomically
 from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus.blocks import SPLITS, Block, BlocksError, Manifest, missing_blocks, read_finished_block
+from rayjob.corpus.card import write_card
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
 from rayjob.corpus.identity import Inputs, digest, explain_rebuild, tokenizer_inputs, tokens_inputs
 from rayjob.corpus.manifest import build_manifest, with_windows
@@ -147,8 +149,7 @@ def _prepare_locked(
     manifest = build_manifest(inputs, origin(data, storage), plan.facts, blocks, max_seq_len)
     if plan.facts.repeats is not None:
         write_atomically(tokens_folder / REPEATS_FILE, plan.facts.repeats)
-    manifest.save(tokens_folder)
-    return PreparedCorpus(tokenizer_folder, tokens_folder, manifest)
+    return _finish(PreparedCorpus(tokenizer_folder, tokens_folder, manifest))
 
 
 def _check_documents(
@@ -238,9 +239,15 @@ def _with_windows(prepared: PreparedCorpus, max_seq_len: int) -> PreparedCorpus:
     """Counts the windows of another max_seq_len; the tokens stay as they are."""
     if prepared.manifest.totals["max_seq_len"] == max_seq_len:
         return prepared
-    manifest = with_windows(prepared.manifest, max_seq_len)
-    manifest.save(prepared.tokens_folder)
-    return PreparedCorpus(prepared.tokenizer_folder, prepared.tokens_folder, manifest)
+    return _finish(dataclasses.replace(prepared, manifest=with_windows(prepared.manifest, max_seq_len)))
+
+
+def _finish(prepared: PreparedCorpus) -> PreparedCorpus:
+    """Writes the card and then the manifest, which makes the corpus complete."""
+    if not window_problems(prepared.manifest, prepared.manifest.totals["max_seq_len"]):
+        write_card(prepared.tokens_folder, prepared.manifest, _load_tokenizer(prepared.tokenizer_folder))
+    prepared.manifest.save(prepared.tokens_folder)
+    return prepared
 
 
 def _check_unchanged(data: DataConfig, storage: Path, sources: tuple[Source, ...]) -> None:
