@@ -13,11 +13,13 @@ from typing import Any
 import yaml
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-from cluster.settings import LOOPBACK, REPOSITORY, Settings
+from cluster.settings import LOOPBACK, REPOSITORY, Settings, auth_headers
 
 CONFIG = REPOSITORY / "serving" / "config.yaml"
-PROMPT = "It was a bright cold day, and"
+PROMPT = "The old man opened the door, and"
 POLL_S = 0.25
+# The service shares the machine with training, which takes four fifths of the CPUs and waits for ever for them.
+NUM_CPUS = 0.1
 TIMEOUT_S = 600  # loading takes seconds; this is for a machine that is busy with something else
 
 
@@ -26,7 +28,7 @@ class DeployError(Exception):
 
 
 def render(config: dict[str, Any], checkpoint: str, port: int) -> dict[str, Any]:
-    """Returns the Serve config with the checkpoint and the port in their places.
+    """Returns the Serve config with the checkpoint and the port in their places, and no CPU that training needs.
 
     Raises:
         DeployError: no deployment of the config takes a checkpoint.
@@ -34,11 +36,12 @@ def render(config: dict[str, Any], checkpoint: str, port: int) -> dict[str, Any]
     rendered: dict[str, Any] = json.loads(json.dumps(config))
     rendered["http_options"] = {**rendered.get("http_options", {}), "host": LOOPBACK, "port": port}
     deployments = [one for app in rendered["applications"] for one in app.get("deployments", [])]
-    takers = [one["user_config"] for one in deployments if "checkpoint" in one.get("user_config", {})]
+    takers = [one for one in deployments if "checkpoint" in one.get("user_config", {})]
     if not takers:
         raise DeployError(f"{CONFIG} has no deployment with user_config.checkpoint.")
-    for user_config in takers:
-        user_config["checkpoint"] = checkpoint
+    for deployment in takers:
+        deployment["user_config"]["checkpoint"] = checkpoint
+        deployment["ray_actor_options"] = {**deployment.get("ray_actor_options", {}), "num_cpus": NUM_CPUS}
     return rendered
 
 
@@ -49,7 +52,7 @@ def deploy(settings: Settings, checkpoint: str) -> None:
         DeployError: the service came up with an error, or not at all.
     """
     config = render(yaml.safe_load(CONFIG.read_text()), checkpoint, settings.ports["SERVE_PORT"])
-    client = ServeSubmissionClient(settings.dashboard_url)
+    client = ServeSubmissionClient(settings.dashboard_url, headers=auth_headers(settings))
     if is_serving(client.get_serve_details(), config, written_at_s(checkpoint)):
         print(f"The service has {checkpoint} already.", flush=True)
         return

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from cluster import ports, processes
-from cluster.settings import LOOPBACK, Settings, prepare_folders, process_environment
+from cluster.settings import LOOPBACK, Settings, auth_headers, prepare_folders, process_environment
 
 # Without one of these there is no cluster; Ray does not start them again.
 CORE = ("gcs/gcs_server", "raylet/raylet", "dashboard/dashboard.py")
@@ -61,7 +61,6 @@ def ensure_head(settings: Settings) -> None:
     start(settings)
     wait_ready(settings)
     print(f"Started a Ray head (dashboard {settings.dashboard_url}).", flush=True)
-    warn_exposed(settings)
 
 
 def check_same(settings: Settings, facts: dict[str, object]) -> None:
@@ -209,14 +208,14 @@ def wait_ready(settings: Settings) -> None:
 
 def answers(settings: Settings) -> bool:
     """Says whether the head's job API answers now."""
-    token = settings.token_path.read_text()
-    return ports.answers(f"{settings.dashboard_url}/api/jobs/", {"Authorization": f"Bearer {token}"})
+    return ports.answers(f"{settings.dashboard_url}/api/jobs/", auth_headers(settings))
 
 
 def warn_exposed(settings: Settings) -> None:
-    """Warns of every socket of ours that other machines can reach."""
+    """Warns of every socket of the head and of what runs on it that other machines can reach.
+
+    With NODE_IP on loopback that is one, which Ray Serve's replicas open on all interfaces whatever they are told.
+    """
     ours = [process.pid for process in processes.find_ours(settings.marker("head"))]
-    exposed = ports.find_exposed(ours)
-    if exposed:
-        print("warning: these ports can be reached from other machines; a firewall should close them:")
-        print("\n".join(f"  {line}" for line in exposed), flush=True)
+    for line in ports.find_exposed(ours):
+        print(f"warning: other machines can reach {line}; it asks for the token, a firewall would close it.")

@@ -125,11 +125,18 @@ def wait_with_progress(process: subprocess.Popen[bytes], log: Path) -> int:
                 return process.wait(timeout=PROGRESS_INTERVAL_S)
             except subprocess.TimeoutExpired:
                 elapsed_s = time.monotonic() - started_at_s
-                print(f"  {elapsed_s:.0f} s: {last_lines(log, 1)[:100]}", flush=True)
+                print(f"  {elapsed_s:.0f} s: {current_phase(log)}", flush=True)
     except BaseException:
         process.terminate()
         process.wait()
         raise
+
+
+def current_phase(log: Path) -> str:
+    """Returns what pip is at, in its own words: `Collecting NAME…` or `Installing collected packages`."""
+    lines = log.read_text(errors="replace").splitlines()
+    phases = [line for line in lines if line.startswith(("Collecting", "Installing"))]
+    return phases[-1].partition(":")[0].partition(" (from")[0] if phases else "starting"
 
 
 def last_lines(log: Path, count: int) -> str:

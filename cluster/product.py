@@ -33,7 +33,7 @@ class Run:
 
     name: str
     folder: str
-    storage: str
+    storage: Path
     arguments: tuple[str, ...]
 
 
@@ -56,7 +56,7 @@ def check_config(config: Path, overrides: Sequence[str], caller: Path) -> Run:
     return Run(
         name=resolved["run_name"],
         folder=absolute(folder, caller),
-        storage=absolute(resolved["storage"], caller),
+        storage=Path(absolute(resolved["storage"], caller)),
         arguments=(*arguments, *absolute_overrides(resolved, caller)),
     )
 
@@ -72,7 +72,7 @@ def absolute_overrides(resolved: dict[str, Any], caller: Path) -> list[str]:
 
 
 def absolute(path: str, caller: Path) -> str:
-    """Returns a path as seen from anywhere; an address such as s3://… stays as it is."""
+    """Returns a path as seen from anywhere; an address such as hf://… stays as it is."""
     return path if "://" in path else os.path.abspath(caller / Path(path).expanduser())
 
 

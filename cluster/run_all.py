@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.job_submission import JobSubmissionClient
-
 from cluster import deploy, head, locks, product, services, submit, tracking_server
-from cluster.settings import REPOSITORY, Settings, SettingsError, auth_variables
+from cluster.settings import REPOSITORY, Settings, SettingsError, forget_other_clusters
 from cluster.upload import UploadError
 
 USAGE = """usage: bash cluster/run_all.sh [CONFIG] [KEY=VALUE …]
@@ -49,38 +49,46 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    prepare_process()
+    caller = Path(os.environ.get("CALLER_DIR") or os.getcwd())
     try:
-        return run_all(arguments, Path(os.environ.get("CALLER_DIR") or os.getcwd()))
+        settings = services.current_settings(os.environ)
+        run = product.check_config(*product.split_arguments(arguments, caller), caller)
+        exit_code = run_all(settings, run, caller)
+        print_next_steps(settings, run, exit_code)
+        print(json.dumps(product.read_status(run, caller)), flush=True)
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_USAGE
     except product.CommandError as error:
         return error.exit_code
+    except KeyboardInterrupt:
+        return STOPPED
+    return exit_code
+
+
+def prepare_process() -> None:
+    """Sets signals, log levels and variables of this process so that neither shell nor Ray surprises us."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background commands with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
+    for name in ("ray", "ray.dashboard.modules.dashboard_sdk"):  # its notes on packing and ignoring files
+        logging.getLogger(name).setLevel(logging.ERROR)
+    forget_other_clusters(os.environ)
+
+
+def run_all(settings: Settings, run: product.Run, caller: Path) -> int:
+    """Takes steps 2 to 4 of this file's head and returns the exit code; failures have been printed."""
+    try:
+        with locks.hold(run_lock(settings, run), wait=False, purpose=f"run_all for {run.folder}"):
+            services.start(settings, run.storage)
+            exit_code = submit.run_job(settings, run)
+            if exit_code == 0:
+                serve(settings, product.read_status(run, caller))
     except FAILURES as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print("\nInterrupted. The same command goes on from here.", file=sys.stderr)
         return STOPPED
-
-
-def run_all(arguments: Sequence[str], caller: Path) -> int:
-    """Takes the steps of this file's head in order; see there."""
-    settings = services.current_settings(os.environ)
-    config, overrides = product.split_arguments(arguments, caller)
-    run = product.check_config(config, overrides, caller)
-    if os.environ.get("RAY_ADDRESS"):
-        print(f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is not used: this runs on a head of its own.")
-    os.environ.update(auth_variables(settings))
-    with locks.hold(run_lock(settings, run), wait=False, purpose=f"run_all for {run.folder}"):
-        services.start(settings, None if "://" in run.storage else Path(run.storage))
-        exit_code = submit.run_job(settings, JobSubmissionClient(settings.dashboard_url), run)
-        status = product.read_status(run, caller)
-        if exit_code == 0:
-            serve(settings, status)
-    print_next_steps(settings, run, exit_code)
-    print(json.dumps(status), flush=True)
     return exit_code
 
 
@@ -96,6 +104,7 @@ def serve(settings: Settings, status: dict[str, Any]) -> None:
     if not checkpoint:
         raise deploy.DeployError("the run has no checkpoint to serve.")
     deploy.deploy(settings, str(checkpoint))
+    head.warn_exposed(settings)
     text = deploy.generate(settings)
     print(f"\nPrompt: {deploy.PROMPT}\nText:   {text}\n", flush=True)
 
@@ -103,15 +112,15 @@ def serve(settings: Settings, status: dict[str, Any]) -> None:
 def print_next_steps(settings: Settings, run: product.Run, exit_code: int) -> None:
     """Prints where to look and what to do next."""
     if exit_code == STOPPED:
-        print("Stopped on request. The same command goes on from the last checkpoint.")
+        print("\nStopped on request. The same command goes on from here.")
     elif exit_code != 0:
-        print(f"The run failed with exit code {exit_code}; the lines above say why.")
+        print(f"\nFailed with exit code {exit_code}; the lines above say why.")
     else:
         print(f"Service:       {settings.serve_url} (POST /generate, playground at /)")
     print(f"Run folder:    {run.folder}")
     print(f"MLflow:        {settings.mlflow_url}")
     print(f"Ray dashboard: {settings.dashboard_url} (asks for the token in {settings.token_path})")
-    print(f"Stop it all:   bash {REPOSITORY / 'cluster' / 'stop.sh'}")
+    print(f"Stop it all:   bash {shlex.quote(str(REPOSITORY / 'cluster' / 'stop.sh'))}")
 
 
 if __name__ == "__main__":

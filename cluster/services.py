@@ -56,6 +56,7 @@ def main() -> int:
     except (head.HeadError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    head.warn_exposed(settings)
     if settings.node_ip != LOOPBACK:
         print("warning: other machines can reach this head; whoever has the token can run code on it.")
         print(f"To join:     bash cluster/worker.sh {settings.ray_address} TOKEN_FILE")

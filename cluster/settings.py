@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,23 +120,34 @@ def prepare_folders(settings: Settings) -> None:
         file.write(secrets.token_hex(32))
 
 
-def auth_variables(settings: Settings) -> dict[str, str]:
-    """Returns what a process needs to be let in by our cluster."""
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(settings.token_path)}
+def forget_other_clusters(environment: MutableMapping[str, str]) -> None:
+    """Removes the variables that would send Ray's clients to another cluster, whatever address they are given."""
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        if address := environment.pop(name, None):
+            print(f"{name}={address} is not used here: this folder has a head of its own.", flush=True)
+
+
+def auth_headers(settings: Settings) -> dict[str, str]:
+    """Returns the HTTP headers that the head lets in.
+
+    Ray reads RAY_AUTH_MODE when it is imported, too early to be set by a program that uses it.
+    """
+    return {"Authorization": f"Bearer {settings.token_path.read_text()}"}
 
 
 def process_environment(settings: Settings, environment: Mapping[str, str], part: str) -> dict[str, str]:
     """Returns the environment of the processes of one part; workers and jobs inherit the head's."""
-    # An address of some other cluster must not divert ours.
-    inherited = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
     defaults = {
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
         # How fast Ray Train commits a report: 2 s by default, long enough to lose one to a preemption.
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     }
     fixed = {
-        **auth_variables(settings),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(settings.token_path),
         MARKER: settings.marker(part),
+        # Parts of Ray Train look for "the" cluster of the machine and give up if they find two.
+        "RAY_ADDRESS": settings.ray_address,
         "RAY_USAGE_STATS_ENABLED": "0",
         # Two fixed ports otherwise, so that a second cluster on the machine would log errors.
         "AUTOSCALER_METRIC_PORT": "0",
@@ -146,4 +157,4 @@ def process_environment(settings: Settings, environment: Mapping[str, str], part
         # Ray replaces a node's loopback address by its outer one, and its servers then listen there. With
         # "no multi-node clusters here", the default on Windows and macOS, it takes loopback at its word.
         fixed["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    return {**defaults, **inherited, **fixed}
+    return {**defaults, **environment, **fixed}

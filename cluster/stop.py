@@ -7,11 +7,12 @@ import sys
 import time
 
 from cluster import head, services, tracking_server
-from cluster.settings import STOP_WAIT_S, Settings, SettingsError, auth_variables
+from cluster.settings import STOP_WAIT_S, Settings, SettingsError, auth_headers, forget_other_clusters
 
 
 def main() -> int:
     """Stops everything; returns the exit code. Doing it twice is no error."""
+    forget_other_clusters(os.environ)
     try:
         settings = services.current_settings(os.environ)
     except SettingsError as error:
@@ -31,9 +32,8 @@ def stop_jobs(settings: Settings) -> None:
     except ImportError:
         print("Ray is not installed any more: a running job is killed without a save.", file=sys.stderr)
         return
-    os.environ.update(auth_variables(settings))
     try:
-        client = JobSubmissionClient(settings.dashboard_url)
+        client = JobSubmissionClient(settings.dashboard_url, headers=auth_headers(settings))
         jobs = client.list_jobs()
         running = [job.submission_id for job in jobs if job.submission_id and not job.status.is_terminal()]
         for job_id in running:

@@ -21,7 +21,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from cluster import head
 from cluster.product import Run
-from cluster.settings import REPOSITORY, STOP_WAIT_S, Settings
+from cluster.settings import REPOSITORY, STOP_WAIT_S, Settings, auth_headers
 from cluster.upload import check_upload
 
 POLL_S = 0.25
@@ -34,7 +34,7 @@ class JobError(Exception):
     """Why a job cannot be submitted or followed."""
 
 
-def run_job(settings: Settings, client: JobSubmissionClient, run: Run) -> int:
+def run_job(settings: Settings, run: Run) -> int:
     """Runs or joins the job of `run` and returns its exit code.
 
     Raises:
@@ -42,6 +42,7 @@ def run_job(settings: Settings, client: JobSubmissionClient, run: Run) -> int:
         JobError: the head died meanwhile.
         KeyboardInterrupt: a second interrupt while the job was saving.
     """
+    client = JobSubmissionClient(settings.dashboard_url, headers=auth_headers(settings))
     jobs = client.list_jobs()
     job_id = find_running(jobs, run)
     if job_id is None:
@@ -52,7 +53,7 @@ def run_job(settings: Settings, client: JobSubmissionClient, run: Run) -> int:
         print(f"Job {job_id} of this run is at work already: following it.", flush=True)
         is_new = False
     stopped_at_s = None
-    with LogReader(settings.ray_temp / "session_latest" / "logs" / f"job-driver-{job_id}.log") as log:
+    with LogReader(log_path(settings, job_id)) as log:
         try:
             if is_new:
                 submit(settings, client, run, job_id)
@@ -108,6 +109,11 @@ def submit(settings: Settings, client: JobSubmissionClient, run: Run, job_id: st
                 raise JobError(f"Ray did not take the job: {error}") from error
             time.sleep(POLL_S)
     print(f"Submitted job {job_id}. Ctrl-C saves and stops it; the same command goes on.", flush=True)
+
+
+def log_path(settings: Settings, job_id: str) -> Path:
+    """Returns where Ray, on this machine, writes what the job prints."""
+    return settings.ray_temp / "session_latest" / "logs" / f"job-driver-{job_id}.log"
 
 
 class LogReader:

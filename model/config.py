@@ -45,17 +45,23 @@ class ModelConfig:
         d_kv = self.n_kv_heads * self.head_dim
         attention = 2 * self.d_model * self.d_model + 2 * self.d_model * d_kv
         feed_forward = 3 * self.d_model * self.d_ff
-        norms = 2 * self.d_model
-        return self.vocab_size * self.d_model + self.n_layers * (attention + feed_forward + norms) + self.d_model
+        matrices = self.vocab_size * self.d_model + self.n_layers * (attention + feed_forward)
+        return matrices + self.n_norm_params
+
+    @property
+    def n_norm_params(self) -> int:
+        """Number of parameters of the norms: two of a layer and the last."""
+        return (2 * self.n_layers + 1) * self.d_model
 
     @property
     def flops_per_token(self) -> int:
         """FLOPs of forward and backward for one token, without activation checkpointing.
 
-        6 per parameter (the tied embedding counts as lm_head) plus the attention scores over a full window:
+        6 per parameter of a matrix (the tied embedding counts as lm_head, the norms do not count) plus the
+        attention scores over a full window:
         PaLM (https://arxiv.org/abs/2204.02311), appendix B.
         """
-        return 6 * self.n_params + 12 * self.n_layers * self.d_model * self.max_seq_len
+        return 6 * (self.n_params - self.n_norm_params) + 12 * self.n_layers * self.d_model * self.max_seq_len
 
     def problems(self) -> list[str]:
         """Returns a sentence that names `model.<key>` for every violated constraint."""

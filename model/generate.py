@@ -54,7 +54,7 @@ def generate(
     problems = params.problems()
     if not prompt:
         problems.append("the prompt is empty, expected at least one token: begin with the EOS token instead")
-    room = model.config.max_seq_len - len(prompt)
+    room = room_left(len(prompt), model.config.max_seq_len)
     if not 1 <= max_new_tokens <= room:
         problems.append(
             f"max_new_tokens={max_new_tokens} must be at least 1 and at most {room}: model.max_seq_len is "
@@ -63,6 +63,11 @@ def generate(
     if problems:
         raise ValueError("; ".join(problems) + ".")
     return _generate(model, list(prompt), params, max_new_tokens, (seed, choice), eos_id, n_top_logprobs, use_cache)
+
+
+def room_left(prompt_tokens: int, max_seq_len: int) -> int:
+    """Returns how many tokens may follow a prompt: one where it fills the context, for the last is never fed back."""
+    return 1 if prompt_tokens == max_seq_len else max(max_seq_len - prompt_tokens, 0)
 
 
 def _generate(

@@ -1,7 +1,7 @@
 """Cross-entropy through the tied head in pieces, so that the logits of a whole batch never stand in memory.
 
-1. Split the N = B * T rows of the last hidden state into pieces of at most MAX_LOGITS / V rows.
-2. For each piece: logits = hidden @ weight.T, in fp32 from there on; log-sum-exp and argmax of each row.
+1. Split the N = B * T rows of the last hidden state into pieces of C rows.
+2. For each piece: logits = hidden @ weight.T, in fp32 from there on; then maximum and exponentials per row.
 3. While the piece's logits are at hand, turn them into their own gradient (softmax - onehot), and that into
    the gradients of the piece's hidden rows and of the weight. Backward then only scales what forward found:
    the head costs three matrix products in all, as without pieces, not the four of recomputation.
@@ -19,9 +19,6 @@ from torch.autograd.function import once_differentiable
 
 IGNORED = -100
 """Target of a position that does not count."""
-
-MAX_LOGITS = 1 << 26
-"""Logits of one piece: 256 MiB in fp32, and for V = 50,304 pieces of 1,334 rows, enough to fill a GPU."""
 
 
 class LossSums(NamedTuple):
@@ -57,13 +54,19 @@ def cross_entropy_sums(hidden: Tensor, weight: Tensor, targets: Tensor) -> LossS
     return LossSums(nats, correct, (flat_targets != IGNORED).sum())
 
 
+def rows_per_piece(vocab_size: int, device_type: str) -> int:
+    """Returns the rows of a piece: few enough for a CPU's cache, enough to fill a GPU (256 MiB in fp32)."""
+    max_logits = 1 << 20 if device_type == "cpu" else 1 << 26
+    return max(256, max_logits // vocab_size)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), targets (N,) -> nats, correct; forward finds the gradients too."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         head = weight.to(hidden.dtype)
-        rows = max(1, MAX_LOGITS // weight.shape[0])
+        rows = rows_per_piece(weight.shape[0], weight.device.type)
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         # The sum over the pieces is kept in fp32: in bf16 it would lose what the later pieces add.
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
@@ -72,14 +75,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         for piece, piece_targets in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
             logits = (piece @ head.T).float()  # (C, V)
-            counted = piece_targets != IGNORED
-            index = piece_targets.where(counted, 0).unsqueeze(1)  # (C, 1)
-            correct += (logits.argmax(1) == piece_targets).sum()
-            log_norm = logits.logsumexp(1, keepdim=True)  # (C, 1)
-            losses = log_norm - logits.gather(1, index)
-            nats += losses.squeeze(1).where(counted, 0.0).sum()
+            counted = (piece_targets != IGNORED).unsqueeze(1)  # (C, 1)
+            index = piece_targets.unsqueeze(1).where(counted, 0)
+            target_logits = logits.gather(1, index)
+            top, argmax = logits.max(1, keepdim=True)  # the first on a tie
+            # In place from here on: on a CPU a new piece of memory costs more than the exponentials in it.
+            exponentials = logits.sub_(top).exp_()
+            norm = exponentials.sum(1, keepdim=True)
+            nats += (norm.log() + top - target_logits).where(counted, 0.0).sum()
+            correct += ((argmax == index) & counted).sum()
             if weight_grad is not None:
-                grad = _logits_grad(logits, log_norm, index, counted).to(hidden.dtype)
+                grad = exponentials.div_(norm)  # softmax, minus onehot: d nats / d logits
+                grad.scatter_add_(1, index, grad.new_full((1, 1), -1.0).expand_as(index))
+                grad = grad.masked_fill_(~counted, 0.0).to(hidden.dtype)
                 hidden_grads.append(grad @ head)
                 weight_grad += grad.T @ piece
         if weight_grad is not None:
@@ -92,10 +100,3 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, nats_grad: Tensor, _correct_grad: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return hidden_grad * nats_grad, weight_grad * nats_grad, None
-
-
-def _logits_grad(logits: Tensor, log_norm: Tensor, index: Tensor, counted: Tensor) -> Tensor:
-    """Returns d nats / d logits (C, V) = softmax - onehot, zero in rows that do not count."""
-    grad = (logits - log_norm).exp()
-    grad.scatter_add_(1, index, -torch.ones_like(log_norm))
-    return grad.where(counted.unsqueeze(1), 0.0)

@@ -63,6 +63,7 @@ class SamplingParams:
 
 
 _TINY = math.ulp(0.0)  # the least number above 0, for ranges that exclude it
+_HIGHEST_SCORE = np.float32(1e38)  # far enough below the fp32 limit for differences to be finite
 _RANGES = {
     "temperature": ("in [0, 2]", 0, 2),
     "top_p": ("in (0, 1]", _TINY, 1),
@@ -138,8 +139,10 @@ def _penalize(
     if params.repetition_penalty != 1.0 and (prompt_tokens or output_tokens):
         scores = scores.copy()
         seen = np.unique(np.asarray([*prompt_tokens, *output_tokens], dtype=np.int64))
-        penalty = np.float32(params.repetition_penalty)
-        scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+        penalty, before = np.float64(params.repetition_penalty), scores[seen]
+        after = np.where(before > 0, before / penalty, before * penalty)
+        # A penalty near 0 is beyond fp32: such a score is as high as one can be, and stays finite. -inf stays -inf.
+        scores[seen] = np.minimum(after, _HIGHEST_SCORE)
     if (params.frequency_penalty or params.presence_penalty) and output_tokens:
         scores = scores.copy()
         seen, counts = np.unique(np.asarray(output_tokens, dtype=np.int64), return_counts=True)

@@ -50,7 +50,6 @@ _MAX_WORD_CHARS = 10_000
 _WORD = re.compile(r" ?[^ \t\n]+")
 
 _HF_CONFIG = {
-    "tokenizer_class": "LlamaTokenizer",
     "unk_token": "<unk>",
     "bos_token": "<s>",
     "eos_token": "</s>",
@@ -213,10 +212,15 @@ class Tokenizer:
             raise ValueError(f"{folder} holds no sound tokenizer: {error}") from error
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.model, tokenizer_config.json (for AutoTokenizer) and normalizer.json."""
+        """Writes tokenizer.model, tokenizer_config.json and normalizer.json.
+
+        AutoTokenizer then loads the folder and gives the ids of `encode`. Two differences remain: it does not
+        normalize, and with a unigram model it takes `</s>` or `<0x41>` in text for the token of that name.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MODEL_FILE).write_bytes(self._model)
-        (folder / CONFIG_FILE).write_text(json.dumps(_HF_CONFIG, indent=2) + "\n", encoding="utf-8")
+        config = {"tokenizer_class": self._hf_class, **_HF_CONFIG}
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (folder / NORMALIZER_FILE).write_text(self.normalizer.to_json(), encoding="utf-8")
 
     @property
@@ -289,6 +293,13 @@ class Tokenizer:
             return len(text)
         candidates = chain(range(start + max_chars, start, -1), range(start + max_chars + 1, len(text)))
         return next((i for i in candidates if text[i - 1 : i + 1] not in self._inner_pairs), len(text))
+
+    @property
+    def _hf_class(self) -> str:
+        """The transformers class that reads this kind of model; LlamaTokenizer takes every model for BPE."""
+        # A BPE piece's score is its rank, negated; a unigram piece's is the logarithm of its probability.
+        is_bpe = all(self._processor.get_score(token).is_integer() for token in range(self.vocab_size))
+        return "LlamaTokenizer" if is_bpe else "PreTrainedTokenizerFast"
 
     @cached_property
     def _bytes(self) -> list[bytes]:

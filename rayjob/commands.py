@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import to_tree
+from rayjob.connection import connect
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.lookup import find_window
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
@@ -39,22 +38,14 @@ def prepare(config: JobConfig, stop: threading.Event) -> PreparedCorpus:
     Raises:
         ConfigError: everything that is wrong with the corpus, before Ray is touched.
     """
-    found = find_prepared(config.data, config.tokenizer, config.storage_folder)
-    if found is None:
-        problems = check(config.data, config.tokenizer, config.storage_folder, config.model.max_seq_len)
-        if problems:
-            raise ConfigError(problems)
+    settings = config.data, config.tokenizer, config.storage_folder
+    T = config.model.max_seq_len
+    if problems := check(*settings, T):
+        raise ConfigError(problems)
+    if find_prepared(*settings) is None:
         set_stage(config, "prepare")
         connect()
-        found = prepare_corpus(
-            config.data,
-            config.tokenizer,
-            config.storage_folder,
-            config.model.max_seq_len,
-            is_cancelled=stop.is_set,
-        )
-    _check_windows(config, found)
-    return found
+    return prepare_corpus(*settings, T, is_cancelled=stop.is_set)
 
 
 def train(config: JobConfig, stop: threading.Event) -> Outcome:
@@ -167,38 +158,8 @@ def show_config(config: JobConfig) -> dict[str, Any]:
     }
 
 
-def connect() -> None:
-    """Connects to the cluster of RAY_ADDRESS, or starts a local Ray if that is not set.
-
-    Raises:
-        ConfigError: RAY_ADDRESS names a cluster that does not answer.
-    """
-    if ray.is_initialized():
-        return
-    address = os.environ.get("RAY_ADDRESS")
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address=address)
-    except ConnectionError as error:
-        raise ConfigError([f"RAY_ADDRESS={address} does not answer: start the head or unset it. ({error})"]) from error
-    signal.signal(signal.SIGTERM, handler)  # Ray puts its own in its place
-
-
 def _prepared_corpus(config: JobConfig, remedy: str) -> PreparedCorpus:
     corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)
     if corpus is None:
         raise ConfigError([f"the corpus of this configuration is not prepared: {remedy}."])
     return corpus
-
-
-def _check_windows(config: JobConfig, corpus: PreparedCorpus) -> None:
-    """Blocks made for another max_seq_len are as good, but may be too few tokens for one window."""
-    T = config.model.max_seq_len
-    problems = [
-        f"the {split} split has {tokens:,} tokens, fewer than one window of max_seq_len + 1 = {T + 1}: "
-        "add text or lower model.max_seq_len."
-        for split in ("train", "val")
-        if n_windows(tokens := getattr(corpus.manifest, split).tokens, T) < 1
-    ]
-    if problems:
-        raise ConfigError(problems)

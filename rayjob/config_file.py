@@ -28,7 +28,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
         ConfigError: with every problem of file, overrides and values.
     """
     problems: list[str] = []
-    settings = _flatten(_read_yaml(path, problems)) if path else {}
+    settings = flatten_tree(_read_yaml(path, problems)) if path else {}
     settings |= _parse_overrides(overrides, problems)
     known = dict(_leaf_types(JobConfig))
     for key in settings.keys() - known.keys():
@@ -56,11 +56,6 @@ def to_tree(config: JobConfig) -> dict[str, Any]:
     return tree
 
 
-def flatten_tree(config: JobConfig) -> dict[str, Any]:
-    """Returns {dotted key: value} of every key."""
-    return _flatten(to_tree(config))
-
-
 def _read_yaml(path: Path, problems: list[str]) -> Mapping[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -76,12 +71,13 @@ def _read_yaml(path: Path, problems: list[str]) -> Mapping[str, Any]:
     return {}
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns {dotted key: value} of a tree."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{name}.")
+            flat |= flatten_tree(value, f"{name}.")
         elif value is not None or name not in _section_names():
             flat[name] = value  # a section with nothing under it reads as null and sets nothing
     return flat
@@ -102,7 +98,7 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str,
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             value = text
-        settings |= _flatten({key: value})
+        settings |= flatten_tree({key: value})
     return settings
 
 

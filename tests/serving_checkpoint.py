@@ -92,8 +92,9 @@ class Client:
         content = json.dumps(fields) if body is None else body
         return self.request("POST", "/generate", content=content)
 
-    async def post(self, body: dict[str, Any]) -> httpx.Response:
-        return await self._http.post("/generate", json=body)
+    async def post(self, body: dict[str, Any] | str) -> httpx.Response:
+        content = body if isinstance(body, str) else json.dumps(body)
+        return await self._http.post("/generate", content=content)
 
     async def get(self, path: str) -> httpx.Response:
         return await self._http.get(path)

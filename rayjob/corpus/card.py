@@ -16,7 +16,7 @@ from rayjob.corpus.lookup import find_window
 SAMPLES = 10
 SHOWN_SOURCES = 50
 SHOWN_WARNINGS = 50
-HTML_FILE, MARKDOWN_FILE = "corpus.html", "corpus.md"
+CARD_FILES = HTML_FILE, MARKDOWN_FILE = "corpus.html", "corpus.md"
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -50,7 +50,9 @@ def _sections(tokens_folder: Path, manifest: Manifest, tokenizer: Tokenizer) -> 
     yield Section("Bytes a row or document", _histogram(manifest.statistics.get("row_bytes", {})))
     removed = manifest.statistics.get("removed_lines", {})
     if removed:
-        yield Section("Most frequent removed lines", [("line", "times"), *((k, _number(n)) for k, n in removed.items())])
+        yield Section(
+            "Most frequent removed lines", [("line", "times"), *((k, _number(n)) for k, n in removed.items())]
+        )
     if manifest.warnings:
         yield Section("Warnings", lines=manifest.warnings[:SHOWN_WARNINGS])
     yield Section("Sample windows of training", quotes=_samples(tokens_folder, manifest, tokenizer))
@@ -64,7 +66,7 @@ def _counts(manifest: Manifest) -> Section:
 
 
 def _sides(manifest: Manifest) -> list[tuple[str, ...]]:
-    table = [("side", "documents", "tokens", "windows", "bytes", "blocks")]
+    table: list[tuple[str, ...]] = [("side", "documents", "tokens", "windows", "bytes", "blocks")]
     for split in SPLITS:
         side = manifest.split(split)
         numbers = (side.documents, side.tokens, side.windows, side.bytes, len(side.blocks))

@@ -20,7 +20,7 @@ from model.checkpoint import latest_checkpoint, load_trainer_state
 from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
-from rayjob.config_file import to_tree
+from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
 from rayjob.lock import exclusive
@@ -88,7 +88,7 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
         _write_config(config)
         forget_ray_snapshot(run_folder)
         n_steps = steps_of_run(config, corpus)
-        tracking = Tracking(run_folder, _sinks(config, n_steps))
+        tracking = Tracking(run_folder, _sinks(config, corpus, n_steps))
         status = "FAILED"
         try:
             _fit(config, corpus, stop)
@@ -158,12 +158,18 @@ def _cpus_per_worker(num_workers: int) -> float:
 
 
 def _write_config(config: JobConfig) -> None:
-    """Writes config.yaml of the run, naming what changed since the last attempt."""
-    write_atomically(config.run_folder / "config.yaml", yaml.safe_dump(to_tree(config), sort_keys=False).encode())
+    """Writes config.yaml of the run, telling what changed since the last attempt."""
+    path = config.run_folder / "config.yaml"
+    if path.exists():
+        before, now = flatten_tree(yaml.safe_load(path.read_text())), flatten_tree(to_tree(config))
+        for key in sorted(before.keys() & now.keys()):
+            if before[key] != now[key]:
+                logger.warning("%s changed since this run was started: %s -> %s", key, before[key], now[key])
+    write_atomically(path, yaml.safe_dump(to_tree(config), sort_keys=False).encode())
 
 
-def _sinks(config: JobConfig, n_steps: int) -> list[Sink]:
-    sinks: list[Sink] = [Narration(n_steps), MlflowSink(config)]
+def _sinks(config: JobConfig, corpus: PreparedCorpus, n_steps: int) -> list[Sink]:
+    sinks: list[Sink] = [Narration(n_steps), MlflowSink(config, corpus.tokens_folder)]
     if config.tracking.tensorboard:
         sinks.append(TensorboardSink(config.run_folder))
     if config.tracking.wandb and os.environ.get("WANDB_API_KEY"):

@@ -8,7 +8,7 @@ from model.sampling import SamplingParams
 from model.tokenizer import Tokenizer
 
 SAMPLES_FOLDER = "samples"
-_OPENINGS = ("The ", "She said that ", "It was a dark night, and ")
+_OPENINGS = ("The", "She said that", "It was a dark night, and")
 _MAX_NEW_TOKENS = 48
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayjob.config import JobConfig
-from rayjob.config_file import flatten_tree
+from rayjob.config_file import flatten_tree, to_tree
 from rayjob.training.metrics import MetricsRow
 from rayjob.training.tracking import metrics_of
 
@@ -28,7 +28,7 @@ class WandbSink:
             name=self._config.run_name,
             id=self._config.run_name,
             resume="allow",
-            config=flatten_tree(self._config),
+            config=flatten_tree(to_tree(self._config)),
             dir=str(self._config.run_folder),
         )
         return int(self._run.step)

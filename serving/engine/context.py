@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from model.generate import room_left
+
 DEFAULT_MAX_NEW_TOKENS = 128
 
 
@@ -40,7 +42,7 @@ def fit_prompt(
     Raises:
         ContextLengthExceeded: It does not fit and may not be cut, or the answer alone fills the context.
     """
-    room = _room_left(len(prompt), max_seq_len)
+    room = room_left(len(prompt), max_seq_len)
     wanted = max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, room or max(max_seq_len // 2, 1))
     if wanted <= room:
         return FittedPrompt(tuple(prompt), wanted, 0)
@@ -48,10 +50,3 @@ def fit_prompt(
     if not truncate_left or kept < 1:
         raise ContextLengthExceeded(len(prompt), wanted, max_seq_len)
     return FittedPrompt(tuple(prompt[-kept:]), wanted, len(prompt) - kept)
-
-
-def _room_left(prompt_tokens: int, max_seq_len: int) -> int:
-    """Tokens that may follow. A prompt of exactly max_seq_len has one: a last token is never fed back."""
-    if prompt_tokens == max_seq_len:
-        return 1
-    return max(max_seq_len - prompt_tokens, 0)

@@ -4,11 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
-from model.generate import GeneratedToken, describe_token, generate
-from model.llama import Llama
-from model.sampling import SamplingParams, choose_token, uniform
+from model.generate import generate
+from model.sampling import SamplingParams
 from serving.engine.loading import ServedModel
 from serving.engine.text import TextStream
 
@@ -46,7 +43,16 @@ def decode_sequence(served: ServedModel, spec: SequenceSpec) -> Iterator[Delta]:
     """Yields the tokens of one sequence, decoded alone; the last one carries the finish reason."""
     eos_id = None if spec.ignore_eos else served.tokenizer.eos_id
     text = TextStream(served.tokenizer.token_bytes, spec.stop, include_stop=spec.include_stop)
-    tokens = _generate(served.model, spec, eos_id)
+    tokens = generate(
+        served.model,
+        spec.prompt,
+        spec.params,
+        max_new_tokens=spec.max_new_tokens,
+        seed=spec.seed,
+        choice=spec.choice,
+        eos_id=eos_id,
+        n_top_logprobs=spec.n_top_logprobs,
+    )
     for count, (token, logprob, top_logprobs) in enumerate(tokens, start=1):
         is_eos = token == eos_id
         is_last = is_eos or count == spec.max_new_tokens
@@ -56,30 +62,3 @@ def decode_sequence(served: ServedModel, spec: SequenceSpec) -> Iterator[Delta]:
         yield Delta(token, piece, logprob, top_logprobs, finish, text.stop_reason)
         if finish is not None:
             return
-
-
-def _generate(model: Llama, spec: SequenceSpec, eos_id: int | None) -> Iterator[GeneratedToken]:
-    if len(spec.prompt) == model.config.max_seq_len:
-        return iter([_token_after_full_context(model, spec)])
-    return generate(
-        model,
-        spec.prompt,
-        spec.params,
-        max_new_tokens=spec.max_new_tokens,
-        seed=spec.seed,
-        choice=spec.choice,
-        eos_id=eos_id,
-        n_top_logprobs=spec.n_top_logprobs,
-    )
-
-
-@torch.inference_mode()
-def _token_after_full_context(model: Llama, spec: SequenceSpec) -> GeneratedToken:
-    """The token that may follow a prompt of max_seq_len tokens: never fed back, it needs no room.
-
-    `generate` keeps room for every token that it yields.
-    """
-    prompt = torch.tensor([spec.prompt], device=model.model.embed_tokens.weight.device)
-    logits = model.logits(model.hidden(prompt)[0, -1])
-    token = choose_token(logits, spec.params, spec.prompt, (), uniform(spec.seed, spec.choice, 0))
-    return describe_token(logits, token, spec.n_top_logprobs)

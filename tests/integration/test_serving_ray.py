@@ -219,7 +219,7 @@ def test_a_bad_then_a_good_checkpoint_under_load_lose_no_request(url: str, runs:
 
 
 def test_overload_is_answered_429_by_the_service_before_ray_serve_refuses(url: str, runs: Path) -> None:
-    deploy(runs / "tiny" / "step_00000200", num_slots=1, max_waiting=3)
+    deploy(runs / "tiny", num_slots=1, max_waiting=3)
     health_once(url, lambda health: health["slots"] == 1)
 
     async def flood() -> list[httpx.Response]:
@@ -232,3 +232,24 @@ def test_overload_is_answered_429_by_the_service_before_ray_serve_refuses(url: s
     assert {response.status_code for response in responses} == {200, 429}
     assert all(error_of(response)["code"] == "queue_full" for response in refused)
     assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+
+
+def test_a_replica_killed_in_mid_stream_breaks_the_stream_and_is_replaced(url: str, runs: Path) -> None:
+    deploy(runs / "tiny", num_slots=2)
+    health_once(url, lambda health: health["slots"] == 2)
+    body = {**BODY, "n": 16, "max_new_tokens": 50, "stream": True}
+    (before,) = replica_ids()
+    with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/generate", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        (replica,) = [
+            actor for actor in ray.util.list_named_actors(all_namespaces=True) if "generator" in actor["name"]
+        ]
+        ray.kill(ray.get_actor(**replica))
+        try:
+            rest = list(lines)  # ends, or breaks: this test's timeout says that it must not hang
+        except httpx.TransportError:
+            rest = []
+    assert "data: [DONE]" not in rest or any("error" in line for line in rest)
+    health_once(url, lambda health: replica_ids() != {before})
+    assert httpx.post(f"{url}/generate", json=BODY, timeout=60).status_code == 200

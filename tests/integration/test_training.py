@@ -10,10 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
-from model.checkpoint import list_checkpoints, load_trainer_state
+from model.checkpoint import list_checkpoints, load_model, load_trainer_state
+from model.tokenizer import Tokenizer
+from rayjob.training.feed import open_windows
 from rayjob.training.metrics import MetricsRow, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -161,6 +165,32 @@ def assert_tracked(job: Job, storage: Path) -> None:
     ]
     artifacts = {item.path for item in client.list_artifacts(runs[0].info.run_id)}
     assert {"config.yaml", "samples", "checkpoints"} <= artifacts
+
+
+def test_trained_checkpoint_is_the_same_model_in_transformers(undisturbed: Job, storage: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = list_checkpoints(undisturbed.run_folder)[-1]
+    ours, theirs = load_model(folder), AutoModelForCausalLM.from_pretrained(folder)
+    (tokens_folder,) = (storage / "tokens").iterdir()
+    windows = open_windows(tokens_folder, "val", 32)
+    inputs, targets = windows.batch(np.arange(len(windows)), len(windows))
+    logits = theirs(inputs).logits
+    assert (ours(inputs) - logits).abs().max() < 1e-4
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    sums = ours(inputs, targets)
+    assert float(sums.nats / sums.tokens) == pytest.approx(float(loss), abs=1e-5)
+    loss.backward()
+    (sums.nats / sums.tokens).backward()
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        expected = gradients[name].grad
+        assert (parameter.grad - expected).norm() <= 1e-4 * expected.norm(), name
+    # The evaluation also counts the tail after the last whole window, a few tokens of thousands.
+    evaluation = json.loads((undisturbed.run_folder / "evaluation.json").read_text())
+    assert evaluation["val_loss"] == pytest.approx(float(loss), rel=1e-2)
+    text = "The old house\n\nstood  by 1917 rivers… 😀 and\tnobody knew."
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == Tokenizer.load(folder).encode_prompt(text)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -152,7 +152,7 @@ def test_every_documented_key_exists() -> None:
         checkpoint.interval_s checkpoint.interval_steps checkpoint.keep failure.max_failures failure.max_preemptions
         tracking.mlflow_uri tracking.experiment tracking.tensorboard tracking.wandb
         cost.gpu_usd_per_hour cost.max_usd""".split()
-    assert set(documented) <= set(flatten_tree(load_config(None)))
+    assert set(documented) <= set(flatten_tree(to_tree(load_config(None))))
 
 
 def test_config_error_survives_pickling_by_ray() -> None:

@@ -85,13 +85,20 @@ def test_prompt_and_new_tokens_may_fill_max_seq_len_exactly(model: Llama) -> Non
     assert len(tokens_of(model, max_new_tokens=124)) == 124
 
 
+def test_prompt_that_fills_the_context_has_one_token_more(model: Llama) -> None:
+    prompt = list(range(128))
+    (generated,) = generate(model, prompt, GREEDY, max_new_tokens=1, seed=0, eos_id=None)
+    assert generated.token == int(model(torch.tensor([prompt]))[0, -1].argmax())
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "max_new_tokens", "named"),
     [
         ([], GREEDY, 1, "prompt is empty"),
         (PROMPT, GREEDY, 125, "at most 124.*128"),
         (PROMPT, GREEDY, 0, "max_new_tokens=0"),
-        (list(range(128)), GREEDY, 1, "at most 0"),
+        (list(range(128)), GREEDY, 2, "at most 1"),
+        (list(range(129)), GREEDY, 1, "at most 0"),
         (PROMPT, SamplingParams(top_p=0.0), 1, "top_p"),
     ],
 )

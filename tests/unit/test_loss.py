@@ -14,7 +14,7 @@ B, T, D, V = 3, 17, 16, 50
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 7 rows: 51 rows make 8 pieces, the last of 2 rows."""
-    monkeypatch.setattr(model.loss, "MAX_LOGITS", 7 * V)
+    monkeypatch.setattr(model.loss, "rows_per_piece", lambda vocab_size, device_type: 7)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,8 +59,8 @@ def test_gradient_agrees_with_finite_differences() -> None:
 def test_size_of_the_pieces_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets = inputs()
     results = []
-    for max_logits in (1, 7 * V, 1_000_000):
-        monkeypatch.setattr(model.loss, "MAX_LOGITS", max_logits)
+    for rows in (1, 7, 1_000_000):
+        monkeypatch.setattr(model.loss, "rows_per_piece", lambda vocab_size, device_type, rows=rows: rows)
         sums = cross_entropy_sums(hidden, weight, targets)
         results.append((*sums, *torch.autograd.grad(sums.nats, (hidden, weight))))
     for other in results[1:]:
@@ -93,6 +93,12 @@ def test_correct_counts_the_first_of_equal_logits_as_argmax_does() -> None:
     weight = torch.ones(V, D)
     hidden = torch.ones(1, 2, D)
     assert cross_entropy_sums(hidden, weight, torch.tensor([[0, 1]])).correct == 1
+
+
+def test_pieces_bound_the_memory_for_every_vocabulary() -> None:
+    for device_type, max_bytes in (("cpu", 64 << 20), ("cuda", 260 << 20)):
+        for vocab_size in (300, 4096, 50_304):
+            assert model.loss.rows_per_piece(vocab_size, device_type) * vocab_size * 4 <= max_bytes
 
 
 def test_dtypes_are_as_promised() -> None:
@@ -142,8 +148,7 @@ def test_without_gradient_none_is_computed() -> None:
     torch.testing.assert_close(sums.nats, plain_sums(hidden, weight, targets).nats)
 
 
-def test_a_whole_batch_of_logits_never_stands_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.loss, "MAX_LOGITS", 7 * V)
+def test_a_whole_batch_of_logits_never_stands_in_memory() -> None:
     largest = 0
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -317,7 +318,7 @@ requests = st.fixed_dictionaries(
         "top_k": st.integers(-1, 400),
         "top_p": st.floats(0, 1),
         "min_p": st.floats(0, 1),
-        "repetition_penalty": st.floats(1e-30, 10),
+        "repetition_penalty": st.floats(0, 10, exclude_min=True),
         "frequency_penalty": st.floats(-2, 2),
         "presence_penalty": st.floats(-2, 2),
         "stop": st.lists(st.text(max_size=3), max_size=3),
@@ -397,6 +398,31 @@ def test_the_same_request_gives_the_same_text_alone_and_among_others(served: Ser
     for _ in range(3):
         together = served.client.generate_together(bodies)
         assert [response.json()["outputs"] for response in together[:-1]] == alone
+
+
+def test_bad_bodies_beside_normal_requests_change_nothing(served: Served) -> None:
+    normal = [{"prompt": PROMPT, "max_new_tokens": 40, "seed": i, "ignore_eos": True} for i in range(4)]
+    alone = [served.client.generate(**body).json()["outputs"] for body in normal]
+
+    async def send_all() -> list[Any]:
+        running = [asyncio.create_task(served.client.post(body)) for body in normal]
+        for raw, status in RAW:
+            assert (await served.client.post(raw)).status_code == status
+        return await asyncio.gather(*running)
+
+    together = served.client.run(send_all())
+    assert [response.json()["outputs"] for response in together] == alone
+
+
+def test_many_requests_one_after_another_leave_no_task_and_no_thread(served: Served) -> None:
+    async def send(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            assert (await served.client.post({"prompt": "a", "max_new_tokens": 1})).status_code == 200
+        return len(asyncio.all_tasks()), threading.active_count()
+
+    # Enough for every thread that the event loop keeps for tokenizing to have been started.
+    before = served.client.run(send(50))
+    assert served.client.run(send(200)) == before
 
 
 def test_a_timeout_before_the_first_token_is_a_408(served: Served) -> None:

@@ -190,6 +190,18 @@ def test_auto_tokenizer_gives_the_same_ids_on_1000_passages(tokenizer: Tokenizer
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (1, 2, 0)
 
 
+def test_auto_tokenizer_gives_the_same_ids_of_a_unigram_model(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(train_tokenizer([make_text(0, 5000)], vocab_size=330, model_type="unigram"), CLEAN)
+    tokenizer.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    rng = random.Random(0)
+    passages = [make_passage(rng) for _ in range(300)]
+    ordinary = [passage for passage in passages if not {"<", ">"} & set(passage)]  # see Tokenizer.save
+    assert len(ordinary) > 50
+    for passage in ordinary:
+        assert theirs.encode(passage) == tokenizer.encode(passage), passage
+
+
 def test_token_bytes_make_up_the_text(tokenizer: Tokenizer) -> None:
     text = make_text(4, 50) + "".join(ODD)
     tokens = tokenizer.encode(text)

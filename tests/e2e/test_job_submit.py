@@ -1,0 +1,81 @@
+"""`ray job submit` as Ray documents it, against a head started by hand.
+
+Real: the head with token authentication, Ray's own command line, the upload, the job. Only model and corpus are tiny.
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rayjob.training.metrics import read_metrics
+from tests.e2e.test_run_all import TINY, free_ports, write_books
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RAY = Path(sys.executable).with_name("ray")
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+class Head:
+    """A Ray head of its own ports, folder and token."""
+
+    def __init__(self, temp: Path, token: Path) -> None:
+        self.temp = temp
+        self.gcs_port, self.dashboard_port = free_ports(2)
+        token.write_text(secrets.token_hex(32))
+        self._environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        self._environment.pop("RAY_ADDRESS", None)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Starts the head as one blocking process, which takes the others with it when it ends."""
+        ports = [f"--port={self.gcs_port}", f"--dashboard-port={self.dashboard_port}", "--min-worker-port=0"]
+        options = ["--head", "--block", "--num-cpus=2", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+        command = [str(RAY), "start", *options, *ports, "--max-worker-port=0", f"--temp-dir={self.temp}"]
+        return subprocess.Popen(command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def submit(self, *entrypoint: str) -> subprocess.CompletedProcess[str]:
+        address = ["--address", f"http://127.0.0.1:{self.dashboard_port}"]
+        command = [str(RAY), "job", "submit", *address, "--working-dir", ".", "--", *entrypoint]
+        return subprocess.run(command, cwd=REPOSITORY, env=self._environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Head]:
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as temp:
+        head = Head(Path(temp), tmp_path / "token")
+        process = head.start()
+        try:
+            yield head
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def test_submitted_job_trains_from_a_small_upload(head: Head, tmp_path: Path) -> None:
+    write_books(tmp_path / "books")
+    overrides = [
+        *(setting for setting in TINY if not setting.startswith(("data.paths", "storage"))),
+        f"data.paths=[{tmp_path / 'books'}]",
+        f"storage={tmp_path / 'store'}",
+        "run_name=submitted",
+        "train.max_steps=20",
+    ]
+    entrypoint = [sys.executable, "-m", "rayjob", "run", "--config", "rayjob/configs/small.yaml", *overrides]
+    # The head answers some seconds after its start; Ray's command line retries nothing.
+    for _ in range(60):
+        job = head.submit(*entrypoint)
+        if job.returncode == 0 or "succeeded" in job.stdout or "failed" in job.stdout:
+            break
+    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+    assert [row.step for row in read_metrics(tmp_path / "store" / "runs" / "submitted")] == list(range(1, 21))
+    (uploaded,) = (head.temp / "session_latest" / "runtime_resources" / "working_dir_files").glob("_ray_pkg_*/")
+    n_bytes = sum(
+        path.stat().st_size for path in uploaded.rglob("*") if path.is_file() and "__pycache__" not in str(path)
+    )
+    assert n_bytes < 2**20, f"{n_bytes:,} bytes went up, before compression"
