@@ -11,6 +11,7 @@
 import functools
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,6 @@ from rayjob.corpus.units import AnyUnit, load_unit
 WORD = re.compile(r" ?[^ \t\n]+|[ \t\n]")
 SPACE = re.compile(r"[ \t\n]")
 SLAB_CHARS = 2**18  # of text cut at a time, so that the list of words stays short
-MERGED_ROWS = 2**22  # of counts added up at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class Words:
 
 def split_words(texts: Iterator[Text]) -> Words:
     """Cuts texts into words; memory grows with the number of words, four bytes each, and not with their text."""
-    number_of: dict[str, int] = {}
+    number_of: defaultdict[str, int] = defaultdict()
+    number_of.default_factory = number_of.__len__  # a new word gets the next number
     orders: list[npt.NDArray[np.int32]] = []
     rows = []
     text_bytes = 0
@@ -68,8 +69,7 @@ def split_words(texts: Iterator[Text]) -> Words:
         n_words = 0
         for slab in _slabs(text):
             found = WORD.findall(slab)
-            numbers = (number_of.setdefault(word, len(number_of)) for word in found)
-            orders.append(np.fromiter(numbers, dtype=np.int32, count=len(found)))
+            orders.append(np.fromiter(map(number_of.__getitem__, found), dtype=np.int32, count=len(found)))
             n_words += len(found)
             text_bytes += len(slab.encode())
         rows.append(WordRow(doc_id, n_words, is_end))
@@ -111,38 +111,34 @@ def count_words(
         CorpusError: a source cannot be read, or storage cannot be written.
         PrepareCancelled: the caller asked to stop; finished parts stay.
     """
-    missing = [unit for unit in units if read_part(words_path(folder, unit, normalizer)) is None]
+    counts: dict[str, int] = {}
+    missing = [unit for unit in units if not _add_counts(counts, words_path(folder, unit, normalizer))]
     if missing:
         progress = Progress("words", len(missing), "units")
         function = functools.partial(_keep_words, folder=str(folder), normalizer=normalizer)
         for result in run_tasks(function, [unit.to_json() for unit in missing], is_cancelled=is_cancelled):
+            is_added = _add_counts(counts, Path(result["path"]))
+            assert is_added  # it was just written
             progress.add(1, result["bytes"])
-    return _merge_counts([words_path(folder, unit, normalizer) for unit in units])
+    return counts
 
 
 def _keep_words(item: dict[str, Any], folder: str, normalizer: Normalizer) -> dict[str, Any]:
     unit = load_unit(item["item"])
     words = split_words(unit.texts(normalizer))
-    save_words(words_path(Path(folder), unit, normalizer), words)
-    return {"bytes": words.text_bytes}
+    path = words_path(Path(folder), unit, normalizer)
+    save_words(path, words)
+    return {"path": str(path), "bytes": words.text_bytes}
 
 
-def _merge_counts(paths: Sequence[Path]) -> dict[str, int]:
-    merged = pa.table({"word": pa.array([], pa.large_string()), "count": pa.array([], pa.int64())})
-    waiting = [merged]
-    for place, path in enumerate(paths):
-        part = read_part(path)
-        assert part is not None  # it was just made or found whole
-        waiting.append(part[0].replace_schema_metadata(None))
-        if sum(map(len, waiting)) > MERGED_ROWS or place == len(paths) - 1:
-            waiting = [_add_up(waiting)]
-    [merged] = waiting
-    return dict(zip(merged["word"].to_pylist(), merged["count"].to_pylist(), strict=True))
-
-
-def _add_up(tables: list[pa.Table]) -> pa.Table:
-    added = pa.concat_tables(tables).group_by("word").aggregate([("count", "sum")])
-    return added.rename_columns({"count_sum": "count"}).select(["word", "count"])
+def _add_counts(counts: dict[str, int], path: Path) -> bool:
+    """Adds the counts kept at a path; False if there are none. A dict is three times as fast here as Arrow's groups."""
+    part = read_part(path)
+    if part is None:
+        return False
+    for word, count in zip(part[0]["word"].to_pylist(), part[0]["count"].to_pylist(), strict=True):
+        counts[word] = counts.get(word, 0) + count
+    return True
 
 
 def _slabs(text: str) -> Iterator[str]:

@@ -6,8 +6,8 @@
    in each row, so that nothing is a duplicate and the whole text goes through all stages.
 2. Baseline: SentencePiece's own encoder over the same normalised rows in one process, in CPU seconds; `cpus` of those
    processes are what the machine could do. Nothing is read, cleaned, counted or written there.
-3. The pipeline: scan, duplicates, split, word counts, tokenizer, tokens, blocks. Ratios are its speed by the baseline's,
-   by wall time, and by CPU time of all processes of the cluster, which a busy machine does not distort.
+3. The pipeline: scan, duplicates, split, word counts, tokenizer, tokens, blocks. Ratios are its speed by that of the
+   baseline, by wall time and by CPU time of all processes of the cluster, which a busy machine does not distort.
 4. Memory: unique bytes of all processes together (USS) above the idle cluster; once more with twice the text.
 
 Run it on an idle machine.
