@@ -1,7 +1,7 @@
 """Finds and opens the files of a corpus, on a mounted file system or under s3://.
 
-S3 takes its credentials, region and address from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_REGION, AWS_ENDPOINT_URL.
+S3 takes its credentials, region and address from the environment of every process that reads, so on all nodes:
+AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL.
 """
 
 import fnmatch
@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from typing import IO, NamedTuple, cast
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.fs
@@ -104,7 +105,14 @@ def stamp_of(path: str) -> list[int]:
 
 @functools.cache
 def _s3() -> pa.fs.S3FileSystem:
-    return pa.fs.S3FileSystem()
+    address = urlsplit(os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return pa.fs.S3FileSystem(
+        region=region,
+        scheme=address.scheme or None,
+        endpoint_override=address.netloc or None,
+        connect_timeout=10,  # seconds; an address that does not answer is told soon
+    )
 
 
 def _s3_info(path: str) -> pa.fs.FileInfo:
@@ -115,7 +123,7 @@ def _expand_s3(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
     path = path.rstrip("/")
     if has_magic(path):
         folder = _fixed_folder(path)
-        return FoundFiles(folder, [file for file in _list_s3(folder) if fnmatch.fnmatchcase(file, path)])
+        return FoundFiles(folder, [file for file in _list_s3(folder) if _matches(file.split("/"), path.split("/"))])
     kind = _s3_info(path).type
     if kind == pa.fs.FileType.Directory:
         return FoundFiles(path, [file for file in _list_s3(path) if file.lower().endswith(suffixes)])
@@ -125,6 +133,15 @@ def _expand_s3(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
 def _list_s3(folder: str) -> Sequence[str]:
     selector = pa.fs.FileSelector(folder.removeprefix(S3), recursive=True, allow_not_found=True)
     return [S3 + info.path for info in _s3().get_file_info(selector) if info.type == pa.fs.FileType.File]
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path matches a glob, part by part as on a disk: only ** reaches across folders."""
+    if not parts or not pattern:
+        return not parts and all(part == "**" for part in pattern)
+    if pattern[0] == "**":
+        return _matches(parts, pattern[1:]) or _matches(parts[1:], pattern)
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 def _fixed_folder(pattern: str) -> str:

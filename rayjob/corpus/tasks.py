@@ -76,17 +76,21 @@ def storage_error(error: OSError) -> CorpusError:
 
 @contextmanager
 def _quiet_ray_data() -> Iterator[None]:
-    """No progress bars beside our own lines, and a task's own error instead of Ray Data's wrapper around it.
+    """No progress bars and plans beside our own lines, and a task's own error instead of Ray Data's wrapper around it.
 
     A data set keeps the settings that it was made with, so it must be made inside.
     """
     context = ray.data.DataContext.get_current()
     before = context.enable_progress_bars, context.raise_original_map_exception
     context.enable_progress_bars, context.raise_original_map_exception = False, True
+    log = logging.getLogger("ray.data")
+    level = log.level
+    log.setLevel(max(level, logging.WARNING))
     try:
         yield
     finally:
         context.enable_progress_bars, context.raise_original_map_exception = before
+        log.setLevel(level)
 
 
 class Progress:
