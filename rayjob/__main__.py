@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
+        if args.command == "show-window":
+            return _show_windows(args)
         config = load_config(args.config, args.overrides)
         return _run(args, config)
     except ConfigError as error:
@@ -50,11 +52,16 @@ def _parser() -> argparse.ArgumentParser:
         ("plan", "parameters, steps, time and cost, before money is spent"),
         ("eval", "evaluate a checkpoint"),
         ("show-config", "the resolved configuration"),
+        ("show-window", "the documents and the text of training windows, by id"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--config", type=Path, metavar="FILE", help="YAML; see rayjob/configs/")
-        command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted key and YAML value")
-        if name in ("status", "plan", "show-config"):
+        if name == "show-window":
+            command.add_argument("ids", nargs="+", metavar="ID", help="window ids, and KEY=VALUE as elsewhere")
+            command.add_argument("--split", choices=("train", "val"), default="train", help="side of the corpus")
+        else:
+            command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted key and YAML value")
+        if name in ("status", "plan", "show-config", "show-window"):
             command.add_argument("--json", action="store_true", help="one JSON object on one line")
         if name == "eval":
             command.add_argument(
@@ -100,6 +107,28 @@ def _eval(args: argparse.Namespace, config: JobConfig) -> int:
     from rayjob.commands import evaluate
 
     print(json.dumps(evaluate(config, args.checkpoint, args.text).to_json()))
+    return DONE
+
+
+def _show_windows(args: argparse.Namespace) -> int:
+    from rayjob.commands import show_windows
+    from rayjob.corpus.blocks import BlocksError
+
+    config = load_config(args.config, [argument for argument in args.ids if "=" in argument])
+    ids = [argument for argument in args.ids if "=" not in argument]
+    if wrong := [argument for argument in ids if not argument.isascii() or not argument.isdigit()]:
+        raise ConfigError([f"{argument!r} is no window id: expected a whole number." for argument in wrong])
+    try:
+        windows = show_windows(config, args.split, [int(argument) for argument in ids])
+    except BlocksError as error:
+        raise ConfigError([str(error)]) from error
+    if args.json:
+        print(json.dumps({"windows": windows}))
+        return DONE
+    for window in windows:
+        for part in window["parts"]:
+            place = f"{part['block']}, {part['tokens']} tokens from {part['first_token']}"
+            print(f"== window {window['window']} | {part['doc_id']} | {place}\n{part['text']}")
     return DONE
 
 

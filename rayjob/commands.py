@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,19 @@ import ray
 from model.checkpoint import best_checkpoint, resolve_checkpoint
 from model.complete import CheckpointError
 from model.config import ModelConfig
+from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import to_tree
 from rayjob.connection import connect
+from rayjob.corpus.blocks import n_windows
+from rayjob.corpus.lookup import find_window
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
 from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
 from rayjob.status import set_stage
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
-from rayjob.training.feed import n_windows
 from rayjob.training.job import Outcome
 
 logger = logging.getLogger(__name__)
@@ -35,22 +38,14 @@ def prepare(config: JobConfig, stop: threading.Event) -> PreparedCorpus:
     Raises:
         ConfigError: everything that is wrong with the corpus, before Ray is touched.
     """
-    found = find_prepared(config.data, config.tokenizer, config.storage_folder)
-    if found is None:
-        problems = check(config.data, config.tokenizer, config.storage_folder, config.model.max_seq_len)
-        if problems:
-            raise ConfigError(problems)
+    settings = config.data, config.tokenizer, config.storage_folder
+    T = config.model.max_seq_len
+    if problems := check(*settings, T):
+        raise ConfigError(problems)
+    if find_prepared(*settings) is None:
         set_stage(config, "prepare")
         connect()
-        found = prepare_corpus(
-            config.data,
-            config.tokenizer,
-            config.storage_folder,
-            config.model.max_seq_len,
-            is_cancelled=stop.is_set,
-        )
-    _check_windows(config, found)
-    return found
+    return prepare_corpus(*settings, T, is_cancelled=stop.is_set)
 
 
 def train(config: JobConfig, stop: threading.Event) -> Outcome:
@@ -119,10 +114,32 @@ def evaluate(config: JobConfig, checkpoint: Path, texts: list[Path] | None) -> E
         raise ConfigError([str(error)]) from error
     if texts:
         return evaluate_texts(folder, texts, config.model.max_seq_len)
-    corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)
-    if corpus is None:
-        raise ConfigError(["the corpus of this configuration is not prepared: run `prepare`, or give --text."])
+    corpus = _prepared_corpus(config, "run `prepare`, or give --text")
     return evaluate_split(folder, corpus.tokens_folder, config.model.max_seq_len)
+
+
+def show_windows(config: JobConfig, split: str, windows: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns, for each window id of a split, its documents and their text in it.
+
+    Raises:
+        ConfigError: the corpus is not prepared, or there is no such window.
+    """
+    corpus = _prepared_corpus(config, "run `prepare`")
+    T = config.model.max_seq_len
+    n = n_windows(corpus.manifest.split(split).tokens, T)
+    problems = [
+        f"window {window} is not in the {split} split: its ids are 0 to {n - 1:,} at max_seq_len={T}."
+        for window in windows
+        if not 0 <= window < n
+    ]
+    if problems:
+        raise ConfigError(problems)
+    tokenizer = Tokenizer.load(corpus.tokenizer_folder)
+    found = []
+    for window in windows:
+        parts = find_window(corpus.tokens_folder, corpus.manifest, tokenizer, split, window, T)
+        found.append({"window": window, "split": split, "parts": [part._asdict() for part in parts]})
+    return found
 
 
 def show_config(config: JobConfig) -> dict[str, Any]:
@@ -141,14 +158,8 @@ def show_config(config: JobConfig) -> dict[str, Any]:
     }
 
 
-def _check_windows(config: JobConfig, corpus: PreparedCorpus) -> None:
-    """Blocks made for another max_seq_len are as good, but may be too few tokens for one window."""
-    T = config.model.max_seq_len
-    problems = [
-        f"the {split} split has {tokens:,} tokens, fewer than one window of max_seq_len + 1 = {T + 1}: "
-        "add text or lower model.max_seq_len."
-        for split in ("train", "val")
-        if n_windows(tokens := getattr(corpus.manifest, split).tokens, T) < 1
-    ]
-    if problems:
-        raise ConfigError(problems)
+def _prepared_corpus(config: JobConfig, remedy: str) -> PreparedCorpus:
+    corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)
+    if corpus is None:
+        raise ConfigError([f"the corpus of this configuration is not prepared: {remedy}."])
+    return corpus

@@ -3,10 +3,10 @@
 from typing import Any
 
 from rayjob.config import JobConfig
+from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import find_prepared
 from rayjob.corpus.sources import find_sources
 from rayjob.hardware import GPUS, Gpu
-from rayjob.training.feed import n_windows
 from rayjob.training.schedule import WindowOrder, max_steps
 
 ASSUMED_MFU_PCT = 50.0

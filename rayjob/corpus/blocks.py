@@ -27,6 +27,7 @@ DTYPE = "uint16"  # vocabularies have at most 65,536 pieces
 SPLITS = ("train", "val")
 SCHEMA = pa.schema([("doc_id", pa.string()), ("tokens", pa.list_(pa.uint16()))])
 UNIT_KEY = b"unit"
+TEXT_BYTES_KEY = b"text_bytes"
 
 
 class BlocksError(ValueError):
@@ -49,13 +50,16 @@ class Block:
 class SplitTotals:
     """One side of the split.
 
-    `documents` counts one that was cut between the sides on both;
-    `bytes` is the size of its normalised text in UTF-8; `documents_sha256` covers the contents of its
-    documents whatever the tokenizer, so that equal values mean comparable losses per byte.
+    `documents` counts one that was cut between the sides on both, and where none are known the runs of neighbouring
+    rows; `bytes` is the size of its normalised text in UTF-8; `documents_sha256` covers the contents of its
+    documents whatever the tokenizer, so that equal values mean comparable losses per byte. tokens = windows x
+    max_seq_len + tail_tokens.
     """
 
     documents: int
     tokens: int
+    windows: int
+    tail_tokens: int
     bytes: int
     documents_sha256: str
     blocks: list[Block]
@@ -68,10 +72,13 @@ class Manifest:
     Attributes:
         hash: of everything that decides the tokens; the folder's name. inputs: what `hash` covers: settings,
         sources, tokenizer hash. tokenizer_hash: `Tokenizer.hash` of the tokenizer that made the tokens.
-        dtype: of a token. sources: per file name, bytes, sha256, documents, text_bytes, invalid_bytes. train,
-        val: the two sides. totals: rows_in, rows_empty, rows_boilerplate, rows_duplicate, rows_kept,
-        bytes_in, bytes_kept, tokens;
-            a row is a document here.
+        dtype: of a token. sources: per file name, bytes, sha256 and what was found in it. origin: repository, revision
+        and commit of a data set from the hub, else empty. train, val: the two sides.
+        totals: rows_in = rows_empty + rows_boilerplate + rows_duplicate + rows_kept; bytes_in = bytes_removed +
+            bytes_kept, of the text as it stands in the sources; tokens = windows x max_seq_len + tail_tokens, over
+            both sides. A row is a document, or a row of Parquet, whose line break counts. max_seq_len is that of the
+            last `prepare`; the tokens do not depend on it.
+        statistics: row_bytes, how many rows have at most so many bytes; removed_lines, the most frequent boilerplate.
         warnings: what a person should know about the sources, in full sentences.
     """
 
@@ -80,9 +87,11 @@ class Manifest:
     tokenizer_hash: str
     dtype: str
     sources: list[dict[str, Any]]
+    origin: dict[str, str]
     train: SplitTotals
     val: SplitTotals
     totals: dict[str, int]
+    statistics: dict[str, dict[str, int]]
     warnings: list[str]
 
     def save(self, folder: Path) -> None:
@@ -110,6 +119,11 @@ class Manifest:
         return {"train": self.train, "val": self.val}[name]
 
 
+def n_windows(n_tokens: int, max_seq_len: int) -> int:
+    """How many whole windows of max_seq_len + 1 tokens, each overlapping the next by one, fit."""
+    return max(0, (n_tokens - 1) // max_seq_len)
+
+
 class Row(NamedTuple):
     """One row of a block: the document's id and token ids (N,) uint16."""
 
@@ -122,7 +136,7 @@ def write_block(path: Path, rows: Sequence[Row], *, unit_hash: str, text_bytes: 
     ends = np.cumsum([0, *(len(row.tokens) for row in rows)], dtype=np.int32)
     tokens = np.concatenate([row.tokens for row in rows])
     lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(tokens, type=pa.uint16()))
-    schema = SCHEMA.with_metadata({UNIT_KEY: unit_hash.encode()})
+    schema = SCHEMA.with_metadata({UNIT_KEY: unit_hash.encode(), TEXT_BYTES_KEY: str(text_bytes).encode()})
     table = pa.table([pa.array([row.doc_id for row in rows], pa.string()), lists], schema=schema)
     buffer = io.BytesIO()
     # Dictionary and statistics cost space and time and serve queries that nobody makes here.
@@ -132,15 +146,17 @@ def write_block(path: Path, rows: Sequence[Row], *, unit_hash: str, text_bytes: 
     return _describe(path.name, content, len(rows), len(tokens), text_bytes)
 
 
-def read_finished_block(path: Path, *, unit_hash: str, text_bytes: int) -> Block | None:
+def read_finished_block(path: Path, *, unit_hash: str) -> Block | None:
     """The block at `path` if it is whole and was written for this unit, else None."""
     try:
         content = path.read_bytes()
         table = pq.read_table(io.BytesIO(content))
     except (OSError, pa.ArrowException):
         return None
-    if (table.schema.metadata or {}).get(UNIT_KEY) != unit_hash.encode() or not table.schema.equals(SCHEMA):
+    facts = table.schema.metadata or {}
+    if facts.get(UNIT_KEY) != unit_hash.encode() or not table.schema.equals(SCHEMA):
         return None
+    text_bytes = int(facts[TEXT_BYTES_KEY])
     return _describe(path.name, content, table.num_rows, len(_tokens_of(table)), text_bytes)
 
 
@@ -151,14 +167,23 @@ def token_stream(tokens_folder: Path, split: str) -> Iterator[np.ndarray]:
         BlocksError: a block is missing, or its bytes are not those that the manifest describes.
     """
     for block in Manifest.load(tokens_folder).split(split).blocks:
-        path = Path(tokens_folder) / split / block.name
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            raise BlocksError(f"{path} is missing: run prepare again.") from None
-        if hashlib.sha256(content).hexdigest() != block.sha256:
-            raise BlocksError(f"{path} is not the block that was written: delete it and run prepare again.")
-        yield _tokens_of(pq.read_table(io.BytesIO(content), columns=["tokens"]))
+        yield _tokens_of(read_block(tokens_folder / split, block))
+
+
+def read_block(folder: Path, block: Block) -> pa.Table:
+    """The rows of a block that the manifest names.
+
+    Raises:
+        BlocksError: it is missing, or its bytes are not those that the manifest describes.
+    """
+    path = Path(folder) / block.name
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise BlocksError(f"{path} is missing: run prepare again.") from None
+    if hashlib.sha256(content).hexdigest() != block.sha256:
+        raise BlocksError(f"{path} is not the block that was written: delete it and run prepare again.")
+    return pq.read_table(io.BytesIO(content))
 
 
 def missing_blocks(tokens_folder: Path, manifest: Manifest) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from model.normalizer import Normalizer
 from rayjob.corpus.dedup import Copy, Fingerprint, find_copies, fingerprint, group_related
 from rayjob.corpus.documents import Document, Piece, cut_pieces, find_cut, read_document, scan_source
 from rayjob.corpus.errors import CorpusError
-from rayjob.corpus.sources import FORMS, Source
+from rayjob.corpus.sources import TEXT, Source
 from rayjob.corpus.split import Split, choose_validation
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,10 @@ class Stretch(NamedTuple):
 
 
 class SourceFacts(NamedTuple):
-    """What one file gave: documents found, bytes of their normalised text, bytes that were not UTF-8."""
+    """What one file gave: documents found, their bytes as they stand, as normalised text, and those not UTF-8."""
 
     documents: int
+    source_bytes: int
     text_bytes: int
     invalid_bytes: int
 
@@ -56,6 +57,7 @@ class Catalog:
         train, val: what is tokenized for each side, in the order of document names.
         source_facts: one entry per source, in order.
         rows_in, rows_empty, rows_duplicate: documents found; without text; dropped as copies.
+        bytes_in, bytes_kept: of the documents found and kept, as they stand in the (unpacked) files.
         warnings: full sentences that name files.
     """
 
@@ -65,6 +67,8 @@ class Catalog:
     rows_in: int
     rows_empty: int
     rows_duplicate: int
+    bytes_in: int
+    bytes_kept: int
     warnings: tuple[str, ...]
 
     def splits(self) -> dict[str, tuple[Stretch, ...]]:
@@ -80,7 +84,7 @@ def build_catalog(sources: tuple[Source, ...], settings: CatalogSettings) -> Cat
     """
     scan = _scan(sources, settings)
     if not scan.documents:
-        raise CorpusError([f"The corpus is empty: none of its {len(sources)} files holds any text. {FORMS}"])
+        raise CorpusError([f"The corpus is empty: none of its {len(sources)} files holds any text. {TEXT.words}"])
     copies = _find_copies(scan) if settings.dedup else []
     dropped = {copy.copy for copy in copies}
     kept = [index for index in range(len(scan.documents)) if index not in dropped]
@@ -97,6 +101,8 @@ def build_catalog(sources: tuple[Source, ...], settings: CatalogSettings) -> Cat
         rows_in=len(scan.documents) + len(scan.empty),
         rows_empty=len(scan.empty),
         rows_duplicate=len(copies),
+        bytes_in=sum(fact.source_bytes for fact in scan.source_facts),
+        bytes_kept=sum(document.end_byte - document.first_byte for document in documents),
         warnings=tuple(_warnings(sources, scan, copies)),
     )
 
@@ -129,9 +135,10 @@ def _scan(sources: tuple[Source, ...], settings: CatalogSettings) -> _Scan:
 
 
 def _scan_one(source: Source, settings: CatalogSettings, scan: _Scan) -> SourceFacts:
-    documents = text_bytes = invalid_bytes = 0
+    documents = source_bytes = text_bytes = invalid_bytes = 0
     for document, text, invalid in scan_source(source, settings.normalizer, settings.text_column):
         documents += 1
+        source_bytes += document.end_byte - document.first_byte
         text_bytes += document.bytes
         invalid_bytes += invalid
         if text.strip():
@@ -139,7 +146,7 @@ def _scan_one(source: Source, settings: CatalogSettings, scan: _Scan) -> SourceF
             scan.fingerprints.append(fingerprint(text))
         else:
             scan.empty.append(document.doc_id)
-    return SourceFacts(documents, text_bytes, invalid_bytes)
+    return SourceFacts(documents, source_bytes, text_bytes, invalid_bytes)
 
 
 def _find_copies(scan: _Scan) -> list[Copy]:
@@ -172,19 +179,19 @@ def _cut_tail(
 def _warnings(sources: tuple[Source, ...], scan: _Scan, copies: Sequence[Copy]) -> Iterator[str]:
     ids = [document.doc_id for document in scan.documents]
     facts = list(zip(sources, scan.source_facts, strict=True))
-    yield from _some(
+    yield from some_of(
         f"{source.name}: {fact.invalid_bytes} bytes are not UTF-8 and were read as Windows-1252."
         for source, fact in facts
         if fact.invalid_bytes
     )
-    yield from _some(f"{doc_id} is empty and was left out." for doc_id in scan.empty)
-    yield from _some(f"{source.name} holds no document." for source, fact in facts if not fact.documents)
-    yield from _some(
+    yield from some_of(f"{doc_id} is empty and was left out." for doc_id in scan.empty)
+    yield from some_of(f"{source.name} holds no document." for source, fact in facts if not fact.documents)
+    yield from some_of(
         f"{document.doc_id} is only {document.bytes} bytes long."
         for document in scan.documents
         if document.field is None and document.bytes < TINY_BYTES
     )
-    yield from _some(_describe_copy(copy, ids) for copy in copies)
+    yield from some_of(_describe_copy(copy, ids) for copy in copies)
 
 
 def _describe_copy(copy: Copy, ids: Sequence[str]) -> str:
@@ -196,7 +203,8 @@ def _describe_copy(copy: Copy, ids: Sequence[str]) -> str:
     )
 
 
-def _some(sentences: Iterator[str]) -> Iterator[str]:
+def some_of(sentences: Iterable[str]) -> Iterator[str]:
+    """The first NAMED_PER_KIND warnings of a kind, and how many more there are."""
     rest = 0
     for number, sentence in enumerate(sentences):
         if number < NAMED_PER_KIND:

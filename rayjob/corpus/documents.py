@@ -18,6 +18,7 @@ from typing import IO, NamedTuple, cast
 
 from model.normalizer import Normalizer
 from rayjob.corpus.errors import CorpusError
+from rayjob.corpus.files import open_binary, sha256_of
 from rayjob.corpus.sources import Source, is_packed
 
 # At most 1 MiB of UTF-8, so that a block fills up well whatever the length of its documents.
@@ -74,6 +75,11 @@ def decode_bytes(data: bytes) -> tuple[str, int]:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         text = data.decode("utf-16", "replace")
         return text, text.count(REPLACEMENT)
+    return decode_utf8(data)
+
+
+def decode_utf8(data: bytes) -> tuple[str, int]:
+    """The text of UTF-8 bytes, odd ones read by the rule above, and how many were odd."""
     text = data.decode("utf-8", "surrogateescape")
     invalid = sum(1 for _ in ESCAPED.finditer(text))
     return (text.translate(WINDOWS_1252) if invalid else text), invalid
@@ -146,15 +152,15 @@ def find_cut(text: str, start: int, stop: int) -> int:
 def _read_source(source: Source) -> bytes:
     """The whole content of a file, unpacked, if it still is the file that was hashed."""
     with _reading(source.path):
-        with open(source.path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != source.sha256:
-                raise _changed(source.path)
+        if sha256_of(source.path) != source.sha256:
+            raise _changed(source.path)
         with _open(source.path) as content:
             return content.read()
 
 
 def _open(path: str) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path)) if is_packed(path) else open(path, "rb")
+    file = open_binary(path)
+    return cast(IO[bytes], gzip.open(file)) if is_packed(path) else file
 
 
 @contextmanager

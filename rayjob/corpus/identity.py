@@ -16,11 +16,22 @@ from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer
 from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus.blocks import BlocksError, Manifest
+from rayjob.corpus.boilerplate import PATTERN
 from rayjob.corpus.documents import PIECE_CHARS
-from rayjob.corpus.sources import Source
+from rayjob.corpus.repeats import REPEAT_ROWS
+from rayjob.corpus.rows import RANGE_BYTES
+from rayjob.corpus.sources import ROW_SOURCES, Source
+from rayjob.corpus.stretches import MEAN_ROWS
 from rayjob.corpus.units import BLOCK_BYTES
 
-FORMAT = 1  # raise it when the rules for cleaning, copies, the split or the blocks change
+FORMAT = 2  # raise it when the rules for cleaning, copies, the split or the blocks change
+
+ROW_RULES = {
+    "boilerplate": hashlib.sha256(PATTERN.encode()).hexdigest()[:16],
+    "repeat_rows": REPEAT_ROWS,
+    "mean_rows": MEAN_ROWS,
+    "range_bytes": RANGE_BYTES,
+}
 
 NAMED_SOURCES = 5  # sources written out when inputs changed; the rest are counted
 
@@ -30,6 +41,7 @@ Inputs = dict[str, Any]
 def tokenizer_inputs(data: DataConfig, tokenizer: TokenizerConfig, sources: Sequence[Source]) -> Inputs:
     """Everything that decides the tokenizer's pieces."""
     normalizer = Normalizer(detokenize=data.detokenize, lowercase=data.lowercase)
+    rules = ROW_RULES | {"doc_column": data.doc_column} if data.source in ROW_SOURCES else {}
     return {
         "format": FORMAT,
         "sources": [source.identity() for source in sources],
@@ -40,6 +52,7 @@ def tokenizer_inputs(data: DataConfig, tokenizer: TokenizerConfig, sources: Sequ
         "vocab_size": tokenizer.vocab_size,
         "model_type": tokenizer.model_type,
         "sentencepiece": importlib.metadata.version("sentencepiece"),
+        **rules,
     }
 
 

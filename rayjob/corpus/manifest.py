@@ -1,52 +1,61 @@
-"""The manifest of a finished corpus, summed up from the catalog and the blocks."""
+"""The manifest of a finished corpus, summed up from its facts and its blocks."""
 
-import hashlib
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping
 
-from rayjob.corpus.blocks import DTYPE, SPLITS, Block, Manifest, SplitTotals
-from rayjob.corpus.catalog import Catalog, Stretch
+from rayjob.corpus.blocks import DTYPE, SPLITS, Block, Manifest, SplitTotals, n_windows
+from rayjob.corpus.facts import CorpusFacts
 from rayjob.corpus.identity import Inputs, digest
-from rayjob.corpus.sources import Source
 
 
 def build_manifest(
-    inputs: Inputs, sources: Sequence[Source], catalog: Catalog, blocks: Mapping[str, list[Block]]
+    inputs: Inputs,
+    origin: Mapping[str, str],
+    facts: CorpusFacts,
+    blocks: Mapping[str, list[Block]],
+    max_seq_len: int,
 ) -> Manifest:
     """Adds up what was read and written."""
-    stretches = catalog.splits()
-    sides = {split: _totals(stretches[split], blocks[split]) for split in SPLITS}
-    described = [
-        {**source.identity(), **facts._asdict()} for source, facts in zip(sources, catalog.source_facts, strict=True)
-    ]
-    totals = {
-        "rows_in": catalog.rows_in,
-        "rows_empty": catalog.rows_empty,
-        "rows_boilerplate": 0,  # whole documents are never boilerplate
-        "rows_duplicate": catalog.rows_duplicate,
-        "rows_kept": catalog.rows_in - catalog.rows_empty - catalog.rows_duplicate,
-        "bytes_in": sum(source.bytes for source in sources),
-        "bytes_kept": sum(side.bytes for side in sides.values()),
-        "tokens": sum(side.tokens for side in sides.values()),
+    sides = {
+        split: SplitTotals(
+            documents=facts.documents[split],
+            tokens=sum(block.tokens for block in blocks[split]),
+            windows=0,
+            tail_tokens=0,
+            bytes=sum(block.text_bytes for block in blocks[split]),
+            documents_sha256=facts.sha256s[split],
+            blocks=blocks[split],
+        )
+        for split in SPLITS
     }
-    return Manifest(
+    manifest = Manifest(
         hash=digest(inputs),
         inputs=inputs,
         tokenizer_hash=inputs["tokenizer_hash"],
         dtype=DTYPE,
-        sources=described,
+        sources=facts.sources,
+        origin=dict(origin),
         train=sides["train"],
         val=sides["val"],
-        totals=totals,
-        warnings=list(catalog.warnings),
+        totals=facts.totals,
+        statistics=facts.statistics,
+        warnings=facts.warnings,
     )
+    return with_windows(manifest, max_seq_len)
 
 
-def _totals(stretches: Sequence[Stretch], blocks: list[Block]) -> SplitTotals:
-    texts = sorted(f"{stretch.document.sha256} {stretch.pieces[0].start} {stretch.bytes}" for stretch in stretches)
-    return SplitTotals(
-        documents=len(stretches),
-        tokens=sum(block.tokens for block in blocks),
-        bytes=sum(block.text_bytes for block in blocks),
-        documents_sha256=hashlib.sha256("\n".join(texts).encode()).hexdigest(),
-        blocks=blocks,
-    )
+def with_windows(manifest: Manifest, max_seq_len: int) -> Manifest:
+    """The same corpus cut into windows of another length."""
+    train, val = (_cut(manifest.split(split), max_seq_len) for split in SPLITS)
+    counted = {
+        "tokens": train.tokens + val.tokens,
+        "windows": train.windows + val.windows,
+        "tail_tokens": train.tail_tokens + val.tail_tokens,
+        "max_seq_len": max_seq_len,
+    }
+    return dataclasses.replace(manifest, totals=manifest.totals | counted, train=train, val=val)
+
+
+def _cut(totals: SplitTotals, max_seq_len: int) -> SplitTotals:
+    windows = n_windows(totals.tokens, max_seq_len)
+    return dataclasses.replace(totals, windows=windows, tail_tokens=totals.tokens - windows * max_seq_len)

@@ -1,44 +1,47 @@
 """Corpus -> tokenizer -> Parquet blocks, each step skipped where its result is on storage.
 
-sources (hashed)          sources.py, demo.py
-  -> catalog              documents.py, dedup.py, split.py, catalog.py: read, drop copies, hold out validation
-  -> tokenizer            <storage>/tokenizers/<hash>/, trained on the training documents only
-  -> units -> blocks      units.py, tokenize.py: <storage>/tokens/<hash>/, one Ray task a block
+sources (hashed)          sources.py, demo.py, huggingface.py
+  -> plan                 plans.py: drop copies and boilerplate, hold out validation, deal units of work
+       documents          documents.py, dedup.py, split.py, catalog.py, units.py
+       rows               rows.py, scan.py, repeats.py, stretches.py, row_catalog.py, row_units.py
+  -> tokenizer            words.py: <storage>/tokenizers/<hash>/, from the words of the training side only
+  -> blocks               tokenize.py: <storage>/tokens/<hash>/, one Ray task a block
+  -> corpus card          card.py: corpus.html and corpus.md beside the blocks
   -> manifest.json        blocks.py, last: without it nothing was prepared
+
+<storage>/cache/ keeps scan parts and words, so that a change costs only what depends on it; it can be deleted.
 """
 
-import itertools
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.normalizer import Normalizer
-from model.tokenizer import Tokenizer, VocabularyTooLarge, train_tokenizer
-from rayjob.atomic import new_folder, remove_temporary
+from model.tokenizer import Tokenizer, VocabularyTooLarge, train_tokenizer, train_tokenizer_from_counts
+from rayjob.atomic import new_folder, remove_temporary, write_atomically
 from rayjob.config import DataConfig, TokenizerConfig
-from rayjob.corpus import demo
-from rayjob.corpus.blocks import (
-    SPLITS,
-    Block,
-    BlocksError,
-    Manifest,
-    missing_blocks,
-    read_finished_block,
-)
-from rayjob.corpus.catalog import Catalog, CatalogSettings, Stretch, build_catalog, read_texts
+from rayjob.corpus.blocks import SPLITS, Block, BlocksError, Manifest, missing_blocks, read_finished_block
+from rayjob.corpus.card import write_card
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
-from rayjob.corpus.identity import digest, explain_rebuild, tokenizer_inputs, tokens_inputs
-from rayjob.corpus.manifest import build_manifest
+from rayjob.corpus.identity import Inputs, digest, explain_rebuild, tokenizer_inputs, tokens_inputs
+from rayjob.corpus.manifest import build_manifest, with_windows
+from rayjob.corpus.plans import Plan, catalog_of, has_rows, make_plan, normalizer_of, obtain_sources, origin
+from rayjob.corpus.rows import inspect_files
+from rayjob.corpus.sizes import short_problems, size_bytes, size_problems, window_problems
 from rayjob.corpus.sources import Source, find_sources
-from rayjob.corpus.tokenize import write_blocks
-from rayjob.corpus.units import Unit, plan_units
+from rayjob.corpus.tasks import storage_error
+from rayjob.corpus.tokenize import Folders, write_blocks
+from rayjob.corpus.units import AnyUnit, plan_units
+from rayjob.corpus.words import count_words
 from rayjob.lock import exclusive_after_wait
 
 logger = logging.getLogger(__name__)
 
-# `check` trains the tokenizer for up to this much text, in seconds; more text fills any vocabulary.
+# Up to this much text of whole documents the driver trains the tokenizer itself, in seconds, so that `check` can.
 SMALL_CORPUS_BYTES = 64 * 2**20
+REPEATS_FILE = "repeats.csv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +71,23 @@ def find_prepared(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -
 
 
 def check(data: DataConfig, tokenizer: TokenizerConfig, storage: Path, max_seq_len: int) -> list[str]:
-    """Every problem that would stop `prepare`, in full sentences, found without Ray.
+    """Every problem that would stop `prepare` and can be found without Ray, in full sentences.
 
-    A small corpus gets its tokenizer here, which `prepare` then finds; a prepared one is only looked up.
+    A small corpus of documents gets its tokenizer here, which `prepare` then finds; of rows only the footers are
+    read; a prepared corpus is only looked up.
     """
     prepared = find_prepared(data, tokenizer, storage)
     if prepared is not None:
-        return _window_problems(prepared.manifest, max_seq_len)
+        return window_problems(prepared.manifest, max_seq_len)
     try:
-        sources = _obtain_sources(data, storage)
-        catalog = build_catalog(sources, _settings(data))
-        problems = _size_problems(catalog, max_seq_len)
-        if not problems and _size(catalog.train) <= SMALL_CORPUS_BYTES:
-            folder = _ensure_tokenizer(data, tokenizer, storage, sources, catalog)
-            problems = _short_problems(data, catalog, _load_tokenizer(folder), max_seq_len)
+        with _storage_errors():
+            sources = obtain_sources(data, storage)
+            if has_rows(data):
+                inspect_files(sources, data.text_column, data.doc_column)
+                return []
+            return _check_documents(data, tokenizer, storage, sources, max_seq_len)
     except CorpusError as error:
         return error.problems
-    return problems
 
 
 def prepare(
@@ -100,18 +103,19 @@ def prepare(
     Ray must be initialised unless everything is there already.
 
     Raises:
-        CorpusError: what `check` would have told.
+        CorpusError: what `check` would have told, and what only reading the text can tell.
         PrepareCancelled, WaitCancelled: `is_cancelled` turned true; the next call goes on from there.
     """
     is_cancelled = is_cancelled or (lambda: False)
     prepared = find_prepared(data, tokenizer, storage)
-    if prepared is None:
-        with exclusive_after_wait(storage / "prepare.lock", f"storage {storage}", is_cancelled):
+    if prepared is None or prepared.manifest.totals["max_seq_len"] != max_seq_len:
+        with _storage_errors(), exclusive_after_wait(storage / "prepare.lock", f"storage {storage}", is_cancelled):
             # Whoever held the lock may have done the work.
             prepared = find_prepared(data, tokenizer, storage)
             if prepared is None:
                 prepared = _prepare_locked(data, tokenizer, storage, max_seq_len, is_cancelled)
-    problems = _window_problems(prepared.manifest, max_seq_len)
+            prepared = _with_windows(prepared, max_seq_len)
+    problems = window_problems(prepared.manifest, max_seq_len)
     if problems:
         raise CorpusError(problems)
     _log_prepared(prepared)
@@ -125,59 +129,76 @@ def _prepare_locked(
     max_seq_len: int,
     is_cancelled: Callable[[], bool],
 ) -> PreparedCorpus:
-    sources = _obtain_sources(data, storage)
-    catalog = build_catalog(sources, _settings(data))
-    for warning in catalog.warnings:
+    sources = obtain_sources(data, storage)
+    inputs = tokenizer_inputs(data, tokenizer, sources)
+    plan = make_plan(data, sources, storage / "cache", is_cancelled)
+    for warning in plan.facts.warnings:
         logger.warning("%s", warning)
-    if problems := _size_problems(catalog, max_seq_len):
+    if problems := size_problems(plan.units, max_seq_len):
         raise CorpusError(problems)
     _stop_if(is_cancelled, "before training the tokenizer")
-    tokenizer_folder = _ensure_tokenizer(data, tokenizer, storage, sources, catalog)
+    tokenizer_folder = _ensure_tokenizer(data, tokenizer, storage, inputs, plan.of("train"), is_cancelled)
     _stop_if(is_cancelled, "before tokenizing")
-    inputs = tokens_inputs(tokenizer_inputs(data, tokenizer, sources), _load_tokenizer(tokenizer_folder))
+    inputs = tokens_inputs(inputs, _load_tokenizer(tokenizer_folder))
     tokens_folder = storage / "tokens" / digest(inputs)
     for reason in explain_rebuild(storage, inputs):
         logger.info("%s", reason)
-    blocks = _ensure_blocks(catalog, tokens_folder, tokenizer_folder, is_cancelled)
-    manifest = build_manifest(inputs, sources, catalog, blocks)
-    manifest.save(tokens_folder)
-    return PreparedCorpus(tokenizer_folder, tokens_folder, manifest)
+    folders = Folders(str(tokens_folder), str(tokenizer_folder), str(storage / "cache" / "words"))
+    blocks = _ensure_blocks(plan, folders, is_cancelled)
+    _check_unchanged(data, storage, sources)
+    manifest = build_manifest(inputs, origin(data, storage), plan.facts, blocks, max_seq_len)
+    if plan.facts.repeats is not None:
+        write_atomically(tokens_folder / REPEATS_FILE, plan.facts.repeats)
+    return _finish(PreparedCorpus(tokenizer_folder, tokens_folder, manifest))
 
 
-def _obtain_sources(data: DataConfig, storage: Path) -> tuple[Source, ...]:
-    if data.source == "demo":
-        demo.fetch(storage)
-    return find_sources(data, storage)
-
-
-def _settings(data: DataConfig) -> CatalogSettings:
-    normalizer = Normalizer(detokenize=data.detokenize, lowercase=data.lowercase)
-    return CatalogSettings(normalizer, data.text_column, data.dedup, data.val_fraction)
+def _check_documents(
+    data: DataConfig, tokenizer: TokenizerConfig, storage: Path, sources: tuple[Source, ...], max_seq_len: int
+) -> list[str]:
+    splits = catalog_of(data, sources).splits()
+    units: list[AnyUnit] = [unit for split, stretches in splits.items() for unit in plan_units(split, stretches)]
+    train = [unit for unit in units if unit.split == "train"]
+    problems = size_problems(units, max_seq_len)
+    if not problems and size_bytes(train) <= SMALL_CORPUS_BYTES:
+        inputs = tokenizer_inputs(data, tokenizer, sources)
+        folder = _ensure_tokenizer(data, tokenizer, storage, inputs, train, lambda: False)
+        problems = short_problems(units, _load_tokenizer(folder), max_seq_len)
+    return problems
 
 
 def _ensure_tokenizer(
-    data: DataConfig, config: TokenizerConfig, storage: Path, sources: tuple[Source, ...], catalog: Catalog
+    data: DataConfig,
+    config: TokenizerConfig,
+    storage: Path,
+    inputs: Inputs,
+    units: Sequence[AnyUnit],
+    is_cancelled: Callable[[], bool],
 ) -> Path:
-    folder = storage / "tokenizers" / digest(tokenizer_inputs(data, config, sources))
+    folder = storage / "tokenizers" / digest(inputs)
     if folder.is_dir():
         return folder
-    settings = _settings(data)
-    logger.info("training a tokenizer of %d pieces on %.1f MB", config.vocab_size, _size(catalog.train) / 1e6)
+    logger.info("training a tokenizer of %d pieces on %.1f MB", config.vocab_size, size_bytes(units) / 1e6)
+    normalizer = normalizer_of(data)
     try:
-        model = train_tokenizer(
-            read_texts(catalog.train, settings), vocab_size=config.vocab_size, model_type=config.model_type
-        )
+        if not has_rows(data) and size_bytes(units) <= SMALL_CORPUS_BYTES:
+            texts = (text.text for unit in units for text in unit.texts(normalizer))
+            model = train_tokenizer(texts, vocab_size=config.vocab_size, model_type=config.model_type)
+        else:
+            counts = count_words(units, storage / "cache" / "words", normalizer, is_cancelled)
+            model = train_tokenizer_from_counts(counts, vocab_size=config.vocab_size, model_type=config.model_type)
     except VocabularyTooLarge as error:
         raise CorpusError(
             [
                 f"tokenizer.vocab_size={config.vocab_size} is too large for this corpus "
-                f"({_size(catalog.train):,} bytes of training text): the largest possible is {error.largest}."
+                f"({size_bytes(units):,} bytes of training text): the largest possible is {error.largest}."
             ]
         ) from None
+    except CorpusError:
+        raise
     except ValueError as error:  # too few pieces for the characters of the text, or nothing but white space
         raise CorpusError([str(error)]) from error
     with new_folder(folder) as fresh:
-        Tokenizer(model, settings.normalizer).save(fresh)
+        Tokenizer(model, normalizer).save(fresh)
     return folder
 
 
@@ -188,85 +209,70 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         raise CorpusError([f"{error} Delete {folder}, then it is made anew."]) from error
 
 
-def _ensure_blocks(
-    catalog: Catalog, tokens_folder: Path, tokenizer_folder: Path, is_cancelled: Callable[[], bool]
-) -> dict[str, list[Block]]:
+def _ensure_blocks(plan: Plan, folders: Folders, is_cancelled: Callable[[], bool]) -> dict[str, list[Block]]:
     """The blocks of each side in order; only missing ones are written."""
-    units = [unit for split, stretches in catalog.splits().items() for unit in plan_units(split, stretches)]
-    finished = _finished_blocks(units, tokens_folder)
-    missing = [unit for unit in units if (unit.split, unit.block_name) not in finished]
+    tokens_folder = Path(folders.tokens)
+    finished = _finished_blocks(plan.units, tokens_folder)
+    missing = [unit for unit in plan.units if (unit.split, unit.block_name) not in finished]
     if finished:
-        logger.info("%d of %d blocks are there already", len(finished), len(units))
+        logger.info("%d of %d blocks are there already", len(finished), len(plan.units))
     if missing and (tokens_folder / "manifest.json").exists():
         names = ", ".join(f"{unit.split}/{unit.block_name}" for unit in missing)
         logger.warning("%s: gone or damaged, written again: %s", tokens_folder, names)
     if missing:
-        finished |= write_blocks(missing, tokens_folder, tokenizer_folder, is_cancelled=is_cancelled)
-    return {split: [finished[unit.split, unit.block_name] for unit in units if unit.split == split] for split in SPLITS}
+        finished |= write_blocks(missing, folders, is_cancelled=is_cancelled)
+    return {split: [finished[split, unit.block_name] for unit in plan.of(split)] for split in SPLITS}
 
 
-def _finished_blocks(units: Sequence[Unit], tokens_folder: Path) -> dict[tuple[str, str], Block]:
+def _finished_blocks(units: Sequence[AnyUnit], tokens_folder: Path) -> dict[tuple[str, str], Block]:
     finished = {}
     for split in SPLITS:
         remove_temporary(tokens_folder / split)
     for unit in units:
-        path = tokens_folder / unit.split / unit.block_name
-        block = read_finished_block(path, unit_hash=unit.hash, text_bytes=unit.text_bytes)
+        block = read_finished_block(tokens_folder / unit.split / unit.block_name, unit_hash=unit.hash)
         if block is not None:
             finished[unit.split, unit.block_name] = block
     return finished
 
 
-def _size(stretches: Sequence[Stretch]) -> int:
-    return sum(stretch.bytes for stretch in stretches)
+def _with_windows(prepared: PreparedCorpus, max_seq_len: int) -> PreparedCorpus:
+    """Counts the windows of another max_seq_len; the tokens stay as they are."""
+    if prepared.manifest.totals["max_seq_len"] == max_seq_len:
+        return prepared
+    return _finish(dataclasses.replace(prepared, manifest=with_windows(prepared.manifest, max_seq_len)))
 
 
-def _size_problems(catalog: Catalog, max_seq_len: int) -> list[str]:
-    """Sides that cannot fill a window whatever the tokenizer: a token is a byte at least, or a document's EOS."""
-    return [
-        _too_short(split, f"at most {most} tokens", max_seq_len)
-        for split, stretches in catalog.splits().items()
-        if (most := _size(stretches) + len(stretches)) <= max_seq_len
+def _finish(prepared: PreparedCorpus) -> PreparedCorpus:
+    """Writes the card and then the manifest, which makes the corpus complete."""
+    if not window_problems(prepared.manifest, prepared.manifest.totals["max_seq_len"]):
+        write_card(prepared.tokens_folder, prepared.manifest, _load_tokenizer(prepared.tokenizer_folder))
+    prepared.manifest.save(prepared.tokens_folder)
+    return prepared
+
+
+def _check_unchanged(data: DataConfig, storage: Path, sources: tuple[Source, ...]) -> None:
+    now = {source.name: source for source in find_sources(data, storage)}
+    problems = [
+        f"{source.path} changed while it was being prepared: run the same command again."
+        for source in sources
+        if now.get(source.name) != source
     ]
-
-
-def _short_problems(data: DataConfig, catalog: Catalog, tokenizer: Tokenizer, max_seq_len: int) -> list[str]:
-    """Sides that do not fill one window with this tokenizer; encodes no more text than it takes to know."""
-    problems = []
-    for split, stretches in catalog.splits().items():
-        tokens = 0
-        texts = read_texts(stretches, _settings(data))
-        for tokens_of_piece in itertools.chain.from_iterable(map(tokenizer.encode_pieces, texts)):
-            tokens += len(tokens_of_piece)
-            if tokens > max_seq_len:
-                break
-        else:
-            tokens += sum(stretch.pieces[-1].stop == stretch.document.chars for stretch in stretches)
-            if tokens <= max_seq_len:
-                problems.append(_too_short(split, f"{tokens} tokens", max_seq_len))
-    return problems
-
-
-def _window_problems(manifest: Manifest, max_seq_len: int) -> list[str]:
-    return [
-        _too_short(split, f"{tokens} tokens", max_seq_len)
-        for split in SPLITS
-        if (tokens := manifest.split(split).tokens) <= max_seq_len
-    ]
-
-
-def _too_short(split: str, amount: str, max_seq_len: int) -> str:
-    side = {"train": "training", "val": "validation"}[split]
-    remedy = "add text or lower model.max_seq_len" + (" or raise data.val_fraction" if split == "val" else "")
-    return (
-        f"The corpus is too small: its {side} part has {amount}, one window of "
-        f"model.max_seq_len={max_seq_len} needs {max_seq_len + 1}; {remedy}."
-    )
+    if problems:
+        raise CorpusError(problems)
 
 
 def _stop_if(is_cancelled: Callable[[], bool], when: str) -> None:
     if is_cancelled():
         raise PrepareCancelled(f"Stopped {when}; run the same command again to go on.")
+
+
+@contextmanager
+def _storage_errors() -> Iterator[None]:
+    """A full or read-only storage stops the work with a sentence; what is finished stays."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error) from error
 
 
 def _log_prepared(prepared: PreparedCorpus) -> None:

@@ -5,28 +5,47 @@ The order of files, and so of documents, is the order of those names. Moving the
 renaming a file changes its document's id and maybe its place, so it counts as a change.
 """
 
-import glob
-import hashlib
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from rayjob.atomic import write_atomically
 from rayjob.config import DataConfig
-from rayjob.corpus import demo
+from rayjob.corpus import demo, huggingface
 from rayjob.corpus.errors import CorpusError
+from rayjob.corpus.files import FoundFiles, expand, has_magic, is_folder, is_remote, sha256_of, stamp_of
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".txt", ".txt.gz", ".jsonl")
-UNFIT = {".parquet": "use data.source=parquet for it", ".jsonl.gz": "unpack it first"}
-FORMS = (
-    "Accepted with data.source=text: folders (searched for *.txt, *.txt.gz and *.jsonl), files and globs; "
-    'a text file is one document, a line of .jsonl is one document, {"text": "..."}.'
+
+class Form(NamedTuple):
+    """What a kind of source reads: suffixes, what others to do about other suffixes, and both in words."""
+
+    kind: str
+    suffixes: tuple[str, ...]
+    unfit: dict[str, str]
+    words: str
+
+
+TEXT = Form(
+    "text",
+    (".txt", ".txt.gz", ".jsonl"),
+    {".parquet": "use data.source=parquet for it", ".jsonl.gz": "unpack it first"},
+    "Accepted with data.source=text: folders (searched for *.txt, *.txt.gz and *.jsonl), files and globs, also under "
+    's3://; a text file is one document, a line of .jsonl is one document, {"text": "..."}.',
 )
+PARQUET = Form(
+    "Parquet",
+    (".parquet",),
+    {suffix: "use data.source=text for it" for suffix in TEXT.suffixes},
+    "Accepted with data.source=parquet: folders (searched for *.parquet), files and globs, also under s3://; "
+    "data.text_column names the column, a row is a line of text.",
+)
+ROW_SOURCES = ("parquet", "huggingface")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +59,19 @@ class Source:
 
     @property
     def has_rows(self) -> bool:
-        """Whether each line is a document, rather than the file."""
-        return self.name.lower().endswith(".jsonl")
+        """Whether the text is one of several columns or keys."""
+        return self.name.lower().endswith((".jsonl", ".parquet"))
 
     def identity(self) -> dict[str, Any]:
         """What the hash of the corpus covers: not where the file lies."""
         return {"name": self.name, "bytes": self.bytes, "sha256": self.sha256}
+
+    def to_json(self) -> str:
+        return json.dumps([self.name, self.path, self.bytes, self.sha256])
+
+    @classmethod
+    def from_json(cls, data: str) -> "Source":
+        return cls(*json.loads(data))
 
 
 def is_packed(path: str) -> bool:
@@ -57,57 +83,63 @@ def find_sources(data: DataConfig, storage: Path) -> tuple[Source, ...]:
     """Every input file, by name. Hashes come from a cache while size and times of a file stay the same.
 
     Raises:
-        CorpusError: a path that leads nowhere, a file that cannot be read, or a source this version does not
-        know.
+        CorpusError: a path that leads nowhere, a file that cannot be read, or a data set not downloaded yet.
     """
     if data.source == "demo":
         folder = demo.folder(storage)
         return tuple(Source(text.name, str(folder / text.name), text.bytes, text.sha256) for text in demo.TEXTS)
-    if data.source != "text":
-        raise CorpusError([f"data.source={data.source} is not supported by this version: use demo or text. {FORMS}"])
-    return _hash_files(_name_files(data.paths), storage / "sources" / "hashes.json")
+    if data.source == "huggingface":
+        files = _name_files([str(huggingface.downloaded(data.revision, storage))], PARQUET)
+    else:
+        files = _name_files(data.paths, {"text": TEXT, "parquet": PARQUET}[data.source])
+    return _hash_files(files, storage / "sources" / "hashes.json")
 
 
-def _name_files(paths: tuple[str, ...]) -> dict[str, str]:
-    """Absolute path of each file by its name in the corpus, in the order of names."""
-    found = [_expand(os.path.abspath(os.path.expanduser(path))) for path in paths]
-    problems = [
-        f"data.paths: {path} {_why_empty(path)}. {FORMS}"
-        for path, (_, files) in zip(paths, found, strict=True)
-        if not files
-    ]
+def _name_files(paths: Sequence[str], form: Form) -> dict[str, str]:
+    """Where each file lies by its name in the corpus, in the order of names."""
+    found = []
+    problems = []
+    for path in paths:
+        try:
+            found.append(expand(path, form.suffixes))
+        except OSError as error:
+            problems.append(f"data.paths: {path} cannot be listed ({error}).")
+        else:
+            if not found[-1].files:
+                problems.append(f"data.paths: {path} {_why_empty(path, form)}. {form.words}")
     if problems or not found:
-        raise CorpusError(problems or [f"data.paths is empty. {FORMS}"])
-    files = [file for _, files in found for file in files]
-    problems = [f"data.paths: {file} is no text file: {way}." for file in files if (way := _way_for_unfit(file))]
+        raise CorpusError(problems or [f"data.paths is empty. {form.words}"])
+    files = [file for entry in found for file in entry.files]
+    problems = [
+        f"data.paths: {file} is no {form.kind} file: {way}." for file in files if (way := _way_for_unfit(file, form))
+    ]
     if problems:
         raise CorpusError(problems)
-    root = os.path.commonpath([folder for folder, _ in found])
-    named = {Path(os.path.relpath(file, root)).as_posix(): file for file in files}
-    return dict(sorted(named.items()))
+    return dict(sorted((_name(file, _root(found)), file) for file in files))
 
 
-def _expand(path: str) -> tuple[str, list[str]]:
-    """The folder that names are relative to, and the files that one entry of `data.paths` stands for."""
-    if os.path.isdir(path):
-        everything = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-        return path, [file for file in everything if file.lower().endswith(SUFFIXES) and os.path.isfile(file)]
-    if os.path.exists(path):
-        return os.path.dirname(path), [path]
-    fixed = path
-    while glob.has_magic(fixed):
-        fixed = os.path.dirname(fixed)
-    return fixed, [file for file in glob.glob(path, recursive=True) if os.path.isfile(file)]
+def _root(found: Sequence[FoundFiles]) -> str:
+    folders = [entry.folder for entry in found]
+    try:
+        return os.path.commonpath([folder.replace("s3://", "/s3/") for folder in folders])
+    except ValueError:  # nothing in common
+        return "/"
 
 
-def _way_for_unfit(file: str) -> str | None:
-    return next((way for suffix, way in UNFIT.items() if file.lower().endswith(suffix)), None)
+def _name(file: str, root: str) -> str:
+    return PurePosixPath(os.path.relpath(file.replace("s3://", "/s3/"), root)).as_posix()
 
 
-def _why_empty(path: str) -> str:
-    if os.path.isdir(os.path.expanduser(path)):
-        return "holds no text files"
-    return "matches no file" if glob.has_magic(path) else f"does not exist (looked for {os.path.abspath(path)})"
+def _way_for_unfit(file: str, form: Form) -> str | None:
+    return next((way for suffix, way in form.unfit.items() if file.lower().endswith(suffix)), None)
+
+
+def _why_empty(path: str, form: Form) -> str:
+    if is_folder(path):
+        return f"holds no {form.kind} files"
+    if has_magic(path):
+        return "matches no file"
+    return f"does not exist (looked for {path if is_remote(path) else os.path.abspath(path)})"
 
 
 def _hash_files(files: dict[str, str], cache_path: Path) -> tuple[Source, ...]:
@@ -125,12 +157,10 @@ def _hash_files(files: dict[str, str], cache_path: Path) -> tuple[Source, ...]:
 def _stamp_and_hash(path: str, cached: list[Any] | None) -> list[Any] | OSError:
     """[bytes, mtime_ns, ctime_ns, sha256] of a file; ctime also catches a modification time that was set back."""
     try:
-        stat = os.stat(path)
-        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        stamp = stamp_of(path)
         if cached is not None and cached[:3] == stamp:
             return cached
-        with open(path, "rb") as file:
-            return [*stamp, hashlib.file_digest(file, "sha256").hexdigest()]
+        return [*stamp, sha256_of(path)]
     except OSError as error:
         return error
 

@@ -4,14 +4,18 @@ The plan is a pure function of the catalog, so blocks do not depend on how many 
 kill only the missing ones are written.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
+from model.normalizer import Normalizer
 from rayjob.corpus.catalog import Stretch
-from rayjob.corpus.documents import Document
+from rayjob.corpus.documents import Document, read_document
+from rayjob.corpus.row_units import RowUnit
+from rayjob.corpus.text import Text
 
 BLOCK_BYTES = 2 * 2**20  # of text: about 0.5M tokens, 0.8 MB of Parquet, half a second of one core
 
@@ -43,14 +47,25 @@ class Unit:
         return f"part-{self.number:05d}.parquet"
 
     @property
-    def text_bytes(self) -> int:
+    def source_bytes(self) -> int:
         return sum(span.bytes for span in self.spans)
 
     @property
-    def hash(self) -> str:
-        """Names the block's content; where the files lie does not enter."""
+    def content_hash(self) -> str:
+        """Names the text of the unit; where the files lie and its number do not enter."""
         content = [(span.document.doc_id, span.document.sha256, *span[1:]) for span in self.spans]
-        return hashlib.sha256(json.dumps([self.split, self.number, content]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @property
+    def hash(self) -> str:
+        """Names the content of the block."""
+        return hashlib.sha256(json.dumps([self.split, self.number, self.content_hash]).encode()).hexdigest()
+
+    def texts(self, normalizer: Normalizer) -> Iterator[Text]:
+        """The normalised text of each span."""
+        for span in self.spans:
+            text = _read_text(span.document, normalizer)[span.start : span.stop]
+            yield Text(span.document.doc_id, text, span.is_end)
 
     def to_json(self) -> str:
         spans = [{**span._asdict(), "document": asdict(span.document)} for span in self.spans]
@@ -63,6 +78,14 @@ class Unit:
             Span(**{**span, "document": Document(**{**span["document"], "pieces": ()})}) for span in fields["spans"]
         ]
         return cls(fields["split"], fields["number"], tuple(spans))
+
+
+AnyUnit = Unit | RowUnit
+
+
+def load_unit(data: str) -> AnyUnit:
+    """The unit that `to_json` of either kind wrote: an object of documents or an array of rows."""
+    return RowUnit.from_json(data) if data.startswith("[") else Unit.from_json(data)
 
 
 def plan_units(split: str, stretches: Sequence[Stretch]) -> list[Unit]:
@@ -79,6 +102,11 @@ def plan_units(split: str, stretches: Sequence[Stretch]) -> list[Unit]:
     if spans:
         units.append(Unit(split, len(units), tuple(spans)))
     return units
+
+
+@functools.lru_cache(maxsize=1)  # the units of one long document follow each other
+def _read_text(document: Document, normalizer: Normalizer) -> str:
+    return read_document(document, normalizer)
 
 
 def _pieces(stretches: Sequence[Stretch]) -> Iterator[Span]:

@@ -21,15 +21,10 @@ import torch
 from torch import Tensor
 
 from model.loss import IGNORED
-from rayjob.corpus.blocks import Manifest, token_stream
+from rayjob.corpus.blocks import Manifest, n_windows, token_stream
 from rayjob.training.schedule import WindowOrder, deal
 
 logger = logging.getLogger(__name__)
-
-
-def n_windows(n_tokens: int, max_seq_len: int) -> int:
-    """Returns how many whole windows of max_seq_len + 1 tokens, each overlapping the next by one, fit."""
-    return max(0, (n_tokens - 1) // max_seq_len)
 
 
 def open_windows(tokens_folder: Path, split: str, max_seq_len: int) -> "Windows":

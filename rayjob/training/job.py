@@ -21,9 +21,9 @@ from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
 from rayjob.config_file import flatten_tree, to_tree
+from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
 from rayjob.lock import exclusive
-from rayjob.training.feed import n_windows
 from rayjob.training.loop import TrainTask, train_loop
 from rayjob.training.mlflow_sink import MlflowSink
 from rayjob.training.narration import Narration
@@ -88,7 +88,7 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
         _write_config(config)
         forget_ray_snapshot(run_folder)
         n_steps = steps_of_run(config, corpus)
-        tracking = Tracking(run_folder, _sinks(config, n_steps))
+        tracking = Tracking(run_folder, _sinks(config, corpus, n_steps))
         status = "FAILED"
         try:
             _fit(config, corpus, stop)
@@ -168,8 +168,8 @@ def _write_config(config: JobConfig) -> None:
     write_atomically(path, yaml.safe_dump(to_tree(config), sort_keys=False).encode())
 
 
-def _sinks(config: JobConfig, n_steps: int) -> list[Sink]:
-    sinks: list[Sink] = [Narration(n_steps), MlflowSink(config)]
+def _sinks(config: JobConfig, corpus: PreparedCorpus, n_steps: int) -> list[Sink]:
+    sinks: list[Sink] = [Narration(n_steps), MlflowSink(config, corpus.tokens_folder)]
     if config.tracking.tensorboard:
         sinks.append(TensorboardSink(config.run_folder))
     if config.tracking.wandb and os.environ.get("WANDB_API_KEY"):

@@ -1,4 +1,4 @@
-"""MLflow: one run from start to end across restarts, metrics by global step, config, samples and best checkpoint."""
+"""MLflow: one run from start to end across restarts, metrics by step, config, corpus card, samples, best checkpoint."""
 
 import logging
 import os
@@ -9,6 +9,7 @@ from typing import Any
 from model.checkpoint import best_checkpoint
 from rayjob.config import JobConfig
 from rayjob.config_file import flatten_tree, to_tree
+from rayjob.corpus.card import CARD_FILES
 from rayjob.training.metrics import MetricsRow
 from rayjob.training.sample import SAMPLES_FOLDER
 from rayjob.training.tracking import metrics_of
@@ -35,8 +36,9 @@ class MlflowSink:
 
     name = "mlflow"
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, tokens_folder: Path) -> None:
         self._config = config
+        self._tokens_folder = tokens_folder
         self._run_folder = config.run_folder
         self._client: Any = None
         self._run_id = ""
@@ -55,6 +57,8 @@ class MlflowSink:
         self._client.update_run(self._run_id, status="RUNNING")
         self._log_params()
         self._client.log_artifact(self._run_id, str(self._run_folder / "config.yaml"))
+        for name in CARD_FILES:
+            self._client.log_artifact(self._run_id, str(self._tokens_folder / name), "corpus")
         history = self._client.get_metric_history(self._run_id, "train/loss")
         return max((metric.step for metric in history), default=0)
 

@@ -32,9 +32,9 @@ def write(path: Path, rows: list[Row] = ROWS, unit_hash: str = "unit") -> Block:
 def tokens_folder(tmp_path: Path) -> Path:
     train = [write(tmp_path / "train" / f"part-{number:05d}.parquet", ROWS[number:]) for number in range(3)]
     val = [write(tmp_path / "val" / "part-00000.parquet")]
-    sides = [SplitTotals(1, sum(block.tokens for block in blocks), 11, "sha", blocks) for blocks in (train, val)]
+    sides = [SplitTotals(1, sum(block.tokens for block in blocks), 1, 0, 11, "sha", blocks) for blocks in (train, val)]
     inputs = {"sources": [], "val_fraction": 0.1}
-    Manifest("hash", inputs, "tokenizer", "uint16", [], *sides, {"rows_in": 2}, ["naïve"]).save(tmp_path)
+    Manifest("hash", inputs, "tokenizer", "uint16", [], {}, *sides, {"rows_in": 2}, {}, ["naïve"]).save(tmp_path)
     return tmp_path
 
 
@@ -67,18 +67,18 @@ def test_no_temporary_file_stays(tmp_path: Path) -> None:
 def test_finished_block_is_recognised_by_its_unit(tmp_path: Path) -> None:
     path = tmp_path / "part-00000.parquet"
     block = write(path)
-    assert read_finished_block(path, unit_hash="unit", text_bytes=11) == block
-    assert read_finished_block(path, unit_hash="another", text_bytes=11) is None
+    assert read_finished_block(path, unit_hash="unit") == block
+    assert read_finished_block(path, unit_hash="another") is None
 
 
 def test_absent_torn_and_foreign_blocks_are_not_finished(tmp_path: Path) -> None:
     path = tmp_path / "part-00000.parquet"
-    assert read_finished_block(path, unit_hash="unit", text_bytes=11) is None
+    assert read_finished_block(path, unit_hash="unit") is None
     write(path)
     path.write_bytes(path.read_bytes()[:-20])
-    assert read_finished_block(path, unit_hash="unit", text_bytes=11) is None
+    assert read_finished_block(path, unit_hash="unit") is None
     path.write_bytes(b"no parquet at all")
-    assert read_finished_block(path, unit_hash="unit", text_bytes=11) is None
+    assert read_finished_block(path, unit_hash="unit") is None
 
 
 def test_manifest_reads_back_as_it_was_saved(tokens_folder: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from rayjob.corpus.blocks import Manifest, SplitTotals
 from rayjob.corpus.identity import digest, explain_rebuild
 
-NOTHING = SplitTotals(0, 0, 0, "", [])
+NOTHING = SplitTotals(0, 0, 0, 0, 0, "", [])
 
 
 def inputs(sources: dict[str, str], **settings: Any) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def inputs(sources: dict[str, str], **settings: Any) -> dict[str, Any]:
 
 def save(storage: Path, name: str, old: dict[str, Any], time_ns: int) -> Path:
     folder = storage / "tokens" / name
-    Manifest(name, old, "", "uint16", [], NOTHING, NOTHING, {}, []).save(folder)
+    Manifest(name, old, "", "uint16", [], {}, NOTHING, NOTHING, {}, {}, []).save(folder)
     os.utime(folder / "manifest.json", ns=(time_ns, time_ns))
     return folder
 

@@ -102,11 +102,6 @@ def test_vocabulary_too_large_tells_the_largest_that_works(tmp_path: Path, books
     assert len(list((tmp_path / "s" / "tokenizers").iterdir())) == 1, "a failed training leaves no folder"
 
 
-def test_source_that_this_version_does_not_know_is_a_problem(tmp_path: Path) -> None:
-    [problem] = check(DataConfig(source="huggingface"), VOCAB, tmp_path / "s", 64)
-    assert "data.source=huggingface is not supported" in problem
-
-
 def test_demo_that_cannot_be_fetched_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(storage: Path) -> None:
         raise CorpusError(["offline"])

@@ -74,9 +74,20 @@ def test_file_that_would_be_misread_as_text_is_refused(tmp_path: Path, name: str
         names(tmp_path, tmp_path / name)
 
 
-def test_source_of_a_later_version_is_refused_with_what_works(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="data.source=parquet .* use demo or text"):
-        find_sources(DataConfig(source="parquet", paths=("x",)), tmp_path)
+def test_parquet_folder_is_searched_for_parquet_only(tmp_path: Path) -> None:
+    folder = write(tmp_path / "rows", a_txt="no rows")
+    (folder / "deep").mkdir()
+    for name in ("b.parquet", "deep/a.parquet"):
+        (folder / name).write_bytes(b"x")
+    sources = find_sources(DataConfig(source="parquet", paths=(str(folder),)), tmp_path)
+    assert [source.name for source in sources] == ["b.parquet", "deep/a.parquet"]
+    with pytest.raises(CorpusError, match="a.txt is no Parquet file: use data.source=text"):
+        find_sources(DataConfig(source="parquet", paths=(str(folder / "a.txt"),)), tmp_path)
+
+
+def test_data_set_that_was_not_downloaded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="not downloaded yet"):
+        find_sources(DataConfig(source="huggingface"), tmp_path)
 
 
 def test_changed_content_of_equal_size_and_date_is_noticed(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from model.loss import IGNORED
-from rayjob.training.feed import StepFeed, Windows, n_windows
+from rayjob.corpus.blocks import n_windows
+from rayjob.training.feed import StepFeed, Windows
 from rayjob.training.schedule import WindowOrder
 
 T = 8
@@ -76,9 +77,9 @@ def test_flat_file_is_made_once_and_holds_the_stream(tmp_path: Path, monkeypatch
     (tmp_path / "tmp").mkdir()
     rows = [Row("a", np.arange(30, dtype=np.uint16)), Row("b", np.arange(30, 50, dtype=np.uint16))]
     blocks: list[Block] = [write_block(tmp_path / "train" / "part-00000.parquet", rows, unit_hash="u", text_bytes=9)]
-    train = SplitTotals(2, 50, 9, "", blocks)
-    empty = SplitTotals(0, 0, 0, "", [])
-    Manifest("abc", {}, "t", "uint16", [], train, empty, {}, []).save(tmp_path)
+    train = SplitTotals(2, 50, 6, 2, 9, "", blocks)
+    empty = SplitTotals(0, 0, 0, 0, 0, "", [])
+    Manifest("abc", {}, "t", "uint16", [], {}, train, empty, {}, {}, []).save(tmp_path)
     windows = open_windows(tmp_path, "train", T)
     assert windows.n_tokens == 50
     inputs, _ = windows.batch(np.array([2]), 1)

@@ -1,0 +1,150 @@
+"""Finds and opens the files of a corpus, on a mounted file system or under s3://.
+
+S3 takes its credentials, region and address from the environment of every process that reads, so on all nodes:
+AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL.
+"""
+
+import fnmatch
+import functools
+import glob
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import IO, NamedTuple, cast
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+import pyarrow.fs
+
+S3 = "s3://"
+HASH_BYTES = 2**20  # read at a time
+
+
+class FoundFiles(NamedTuple):
+    """The folder that names are relative to, and the files that one path stands for."""
+
+    folder: str
+    files: list[str]
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path names something in an object store rather than a local file."""
+    return path.startswith(S3)
+
+
+def has_magic(path: str) -> bool:
+    """Whether a path is a glob."""
+    return glob.has_magic(path)
+
+
+def is_folder(path: str) -> bool:
+    """Whether a path is a folder; False if nothing is there."""
+    if is_remote(path):
+        return bool(_s3_info(path).type == pa.fs.FileType.Directory)
+    return os.path.isdir(os.path.expanduser(path))
+
+
+def expand(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
+    """The files of a folder, to the bottom, with one of the suffixes; or the file; or all that match the glob.
+
+    Raises:
+        OSError: the object store does not answer.
+    """
+    if is_remote(path):
+        return _expand_s3(path, suffixes)
+    path = os.path.abspath(os.path.expanduser(path))
+    if os.path.isdir(path):
+        everything = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
+        return FoundFiles(path, [f for f in everything if f.lower().endswith(suffixes) and os.path.isfile(f)])
+    if os.path.exists(path):
+        return FoundFiles(os.path.dirname(path), [path])
+    matches = [file for file in glob.glob(path, recursive=True) if os.path.isfile(file)]
+    return FoundFiles(_fixed_folder(path), matches)
+
+
+def open_input(path: str) -> pa.NativeFile:
+    """A file open for reading at random places.
+
+    Raises:
+        OSError: it is not there or cannot be read.
+    """
+    return _s3().open_input_file(path.removeprefix(S3)) if is_remote(path) else pa.OSFile(path, "rb")
+
+
+def open_binary(path: str) -> IO[bytes]:
+    """A file open for reading, as Python's own functions take it."""
+    return cast(IO[bytes], open_input(path)) if is_remote(path) else open(path, "rb")
+
+
+def sha256_of(path: str) -> str:
+    """sha256 of a file's bytes, in hex."""
+    if not is_remote(path):
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    with _s3().open_input_stream(path.removeprefix(S3)) as stream:
+        while data := stream.read(HASH_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def stamp_of(path: str) -> list[int]:
+    """[bytes, mtime_ns, ctime_ns] of a file; an object store has no ctime, so 0.
+
+    Raises:
+        OSError: it is not there.
+    """
+    if not is_remote(path):
+        stat = os.stat(path)
+        return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    info = _s3_info(path)
+    if info.type != pa.fs.FileType.File:
+        raise FileNotFoundError(f"there is no such object: {path}")
+    return [info.size, info.mtime_ns or 0, 0]
+
+
+@functools.cache
+def _s3() -> pa.fs.S3FileSystem:
+    address = urlsplit(os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return pa.fs.S3FileSystem(
+        region=region,
+        scheme=address.scheme or None,
+        endpoint_override=address.netloc or None,
+        connect_timeout=10,  # seconds; an address that does not answer is told soon
+    )
+
+
+def _s3_info(path: str) -> pa.fs.FileInfo:
+    return _s3().get_file_info(path.removeprefix(S3).rstrip("/"))
+
+
+def _expand_s3(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
+    path = path.rstrip("/")
+    if has_magic(path):
+        folder = _fixed_folder(path)
+        return FoundFiles(folder, [file for file in _list_s3(folder) if _matches(file.split("/"), path.split("/"))])
+    kind = _s3_info(path).type
+    if kind == pa.fs.FileType.Directory:
+        return FoundFiles(path, [file for file in _list_s3(path) if file.lower().endswith(suffixes)])
+    return FoundFiles(os.path.dirname(path), [path] if kind == pa.fs.FileType.File else [])
+
+
+def _list_s3(folder: str) -> Sequence[str]:
+    selector = pa.fs.FileSelector(folder.removeprefix(S3), recursive=True, allow_not_found=True)
+    return [S3 + info.path for info in _s3().get_file_info(selector) if info.type == pa.fs.FileType.File]
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path matches a glob, part by part as on a disk: only ** reaches across folders."""
+    if not parts or not pattern:
+        return not parts and all(part == "**" for part in pattern)
+    if pattern[0] == "**":
+        return _matches(parts, pattern[1:]) or _matches(parts[1:], pattern)
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _fixed_folder(pattern: str) -> str:
+    while glob.has_magic(pattern):
+        pattern = os.path.dirname(pattern)
+    return pattern

@@ -1,0 +1,182 @@
+"""Rows of Parquet files: what a file holds, which ranges of rows to work on, and reading one range.
+
+A range is whole row groups, about RANGE_BYTES of text; a row group larger than two of those is cut by rows. A file
+is never opened whole: batches are bounded by bytes, so neither long rows nor large row groups fill the memory.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayjob.corpus.errors import CorpusError
+from rayjob.corpus.files import open_input
+from rayjob.corpus.sources import Source
+
+RANGE_BYTES = 4 * 2**20  # of the text column; one block of training tokens comes from it, a second of one core
+BATCH_BYTES = 2**20
+MAX_BATCH_ROWS = 65_536
+
+
+class RowFile(NamedTuple):
+    """A Parquet file: rows of each row group, and uncompressed bytes of the text column of each."""
+
+    group_rows: tuple[int, ...]
+    group_bytes: tuple[int, ...]
+
+    @property
+    def n_rows(self) -> int:
+        return sum(self.group_rows)
+
+
+class RowRange(NamedTuple):
+    """Rows [first, end) of a source."""
+
+    source: Source
+    first: int
+    end: int
+
+    @property
+    def where(self) -> str:
+        return f"{self.source.name} rows {self.first:,} to {self.end - 1:,}"
+
+
+def inspect_files(sources: Sequence[Source], text_column: str, doc_column: str | None) -> list[RowFile]:
+    """What each source holds, from its footer alone.
+
+    Raises:
+        CorpusError: naming every file that is no whole Parquet file, or lacks a column, or has one of another type.
+    """
+    files: list[RowFile] = []
+    problems: list[str] = []
+    for source in sources:
+        try:
+            files.append(_inspect(source, text_column, doc_column))
+        except CorpusError as error:
+            problems += error.problems
+    if not problems and not any(file.n_rows for file in files):
+        problems.append(f"The corpus is empty: none of its {len(sources)} files holds a row.")
+    if problems:
+        raise CorpusError(problems)
+    return files
+
+
+def plan_ranges(source: Source, file: RowFile) -> list[RowRange]:
+    """Cuts a file into ranges; a pure function of its footer."""
+    ranges: list[RowRange] = []
+    first = row = filled = 0
+    for n_rows, n_bytes in zip(file.group_rows, file.group_bytes, strict=True):
+        if n_bytes > 2 * RANGE_BYTES and n_rows > 1:
+            if row > first:
+                ranges.append(RowRange(source, first, row))
+            ranges += _cut_group(source, row, n_rows, -(-n_bytes // RANGE_BYTES))
+            first, filled = row + n_rows, 0
+        elif (filled := filled + n_bytes) >= RANGE_BYTES:
+            ranges.append(RowRange(source, first, row + n_rows))
+            first, filled = row + n_rows, 0
+        row += n_rows
+    if row > first:
+        ranges.append(RowRange(source, first, row))
+    return ranges
+
+
+def read_column(rows: RowRange, column: str) -> Iterator[pa.Array]:
+    """Yields the values of a text column as arrays of bytes (large_binary, nulls kept), about BATCH_BYTES each.
+
+    Raises:
+        CorpusError: the pages cannot be read; the file and the rows are named.
+    """
+    try:
+        parquet = _open(rows.source)
+        starts = [0, *itertools.accumulate(_group_rows(parquet))]
+        groups = [g for g in range(len(starts) - 1) if starts[g] < rows.end and starts[g + 1] > rows.first]
+        row = starts[groups[0]]
+        for batch in _batches(parquet, groups, column):
+            start, stop = max(rows.first - row, 0), min(rows.end - row, len(batch))
+            if start < stop:
+                yield batch.slice(start, stop - start)
+            row += len(batch)
+            if row >= rows.end:
+                return
+    except (OSError, pa.ArrowException, IndexError) as error:
+        raise CorpusError([f"{rows.source.path}: {rows.where} cannot be read ({_first_line(error)})."]) from None
+
+
+def _inspect(source: Source, text_column: str, doc_column: str | None) -> RowFile:
+    try:
+        parquet = _open(source)
+        schema = parquet.schema_arrow
+        problems = [
+            problem
+            for key, column in (("text_column", text_column), ("doc_column", doc_column))
+            if column is not None and (problem := _column_problem(schema, key, column))
+        ]
+        if problems:
+            raise CorpusError([f"{source.path}: {problem}" for problem in problems])
+        place = _leaf_index(parquet, text_column)
+        groups = [parquet.metadata.row_group(g) for g in range(parquet.metadata.num_row_groups)]
+        n_bytes = tuple(group.column(place).total_uncompressed_size for group in groups)
+        return RowFile(tuple(group.num_rows for group in groups), n_bytes)
+    except (OSError, pa.ArrowException) as error:
+        size = f"{source.bytes:,} bytes"
+        raise CorpusError(
+            [f"{source.path} is no whole Parquet file ({size}): {_first_line(error)} Fetch it again or remove it."]
+        ) from None
+
+
+def _column_problem(schema: pa.Schema, key: str, column: str) -> str | None:
+    if column not in schema.names:
+        return f"there is no column {column!r} (data.{key}); it has {', '.join(map(repr, schema.names))}."
+    kind = schema.field(column).type
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if _is_text(value) or (key == "doc_column" and pa.types.is_integer(value)):
+        return None
+    return f"column {column!r} (data.{key}) is of type {kind}, expected text."
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    return any(is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_binary))
+
+
+def _leaf_index(parquet: pq.ParquetFile, column: str) -> int:
+    """Leaf columns are counted apart from the schema's fields where some are nested."""
+    return next(i for i in range(len(parquet.schema)) if parquet.schema.column(i).path == column)
+
+
+def _cut_group(source: Source, first: int, n_rows: int, n_parts: int) -> list[RowRange]:
+    n_parts = min(n_parts, n_rows)
+    cuts = [first + n_rows * part // n_parts for part in range(n_parts + 1)]
+    return [RowRange(source, start, end) for start, end in itertools.pairwise(cuts)]
+
+
+@functools.lru_cache(maxsize=4)  # a footer of 7,000 row groups takes longer to parse than a range to read
+def _open(source: Source) -> pq.ParquetFile:
+    return pq.ParquetFile(open_input(source.path), buffer_size=BATCH_BYTES)  # or a column chunk is read whole
+
+
+def _group_rows(parquet: pq.ParquetFile) -> list[int]:
+    metadata = parquet.metadata
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
+def _batches(parquet: pq.ParquetFile, groups: list[int], column: str) -> Iterator[pa.Array]:
+    place = _leaf_index(parquet, column)
+    metadata = [parquet.metadata.row_group(group) for group in groups]
+    n_bytes = sum(group.column(place).total_uncompressed_size for group in metadata)
+    n_rows = sum(group.num_rows for group in metadata)
+    batch_rows = min(max(BATCH_BYTES * n_rows // max(n_bytes, 1), 1), MAX_BATCH_ROWS)
+    for batch in parquet.iter_batches(batch_rows, row_groups=groups, columns=[column], use_threads=False):
+        values = batch.column(0)
+        if pa.types.is_dictionary(values.type):
+            values = values.dictionary_decode()
+        if pa.types.is_integer(values.type):
+            values = values.cast(pa.string())
+        yield values.cast(pa.large_binary())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".") + "."

@@ -1,0 +1,185 @@
+"""First reading of the rows: hash, size and kind of each, one part on storage for each range.
+
+A part depends only on the file's content and the range, so it serves every later `prepare` of the same file. Ray
+tasks make the missing ones, several ranges each; the driver reads them back one at a time.
+"""
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rayjob.corpus.boilerplate import PATTERN, find_boilerplate
+from rayjob.corpus.documents import decode_utf8
+from rayjob.corpus.errors import CorpusError
+from rayjob.corpus.parts import read_part, write_part
+from rayjob.corpus.rows import RowRange, read_column
+from rayjob.corpus.sources import Source
+from rayjob.corpus.tasks import Progress, run_tasks
+
+RANGES_PER_TASK = 16
+MOST_FREQUENT_LINES = 200  # boilerplate lines that a part remembers for the corpus card
+
+TRAIN, VAL, EMPTY, BOILERPLATE, DUPLICATE = range(5)
+"""What becomes of a row, one byte each."""
+
+
+class ScanSettings(NamedTuple):
+    """What decides a part beside the file: the columns and where parts lie."""
+
+    text_column: str
+    doc_column: str | None
+    folder: str
+
+    def part_path(self, rows: RowRange) -> Path:
+        key = [rows.source.sha256, rows.first, rows.end, self.text_column, self.doc_column, PATTERN]
+        return Path(self.folder) / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.parquet"
+
+
+class ScanPart(NamedTuple):
+    """What was seen in a range.
+
+    Attributes:
+        hashes: (N,) uint64, of each row's bytes.
+        bytes: (N,) uint32, size of each row and its line break.
+        states: (N,) uint8, TRAIN, EMPTY or BOILERPLATE so far.
+        documents: (row in the range, document) where a document starts; empty without a doc_column. The first row of
+            the range is always among them.
+        invalid_bytes: that were not UTF-8. invalid_row: the first row with one, counted in the file.
+        empty_row: the first row that is null or blank, counted in the file.
+        boilerplate: the most frequent boilerplate lines.
+    """
+
+    hashes: npt.NDArray[np.uint64]
+    bytes: npt.NDArray[np.uint32]
+    states: npt.NDArray[np.uint8]
+    documents: list[tuple[int, str]]
+    invalid_bytes: int
+    invalid_row: int | None
+    empty_row: int | None
+    boilerplate: dict[str, int]
+
+
+def ensure_scanned(ranges: Sequence[RowRange], settings: ScanSettings, is_cancelled: Callable[[], bool]) -> None:
+    """Makes the parts that are missing.
+
+    Raises:
+        CorpusError: a file cannot be read; it is named with the rows.
+        PrepareCancelled: the caller asked to stop.
+    """
+    missing = [rows for rows in ranges if not settings.part_path(rows).exists()]
+    if not missing:
+        return
+    batches = [missing[i : i + RANGES_PER_TASK] for i in range(0, len(missing), RANGES_PER_TASK)]
+    progress = Progress("scan", sum(rows.end - rows.first for rows in missing), "rows")
+    function = functools.partial(_scan_ranges, settings=settings)
+    for result in run_tasks(function, [_to_json(batch) for batch in batches], is_cancelled=is_cancelled):
+        progress.add(result["rows"], result["bytes"])
+
+
+def load_part(rows: RowRange, settings: ScanSettings) -> ScanPart:
+    """Reads the part of a range, making it if it was damaged."""
+    found = read_part(settings.part_path(rows))
+    if found is None:
+        _scan_range(rows, settings)
+        found = read_part(settings.part_path(rows))
+        assert found is not None  # it was just written
+    table, facts = found
+    hashes, sizes, states = (table.column(name).to_numpy() for name in ("hash", "bytes", "state"))
+    documents = [(row, document) for row, document in facts.pop("documents")]
+    return ScanPart(hashes, sizes, states, documents, **facts)
+
+
+def hash_rows(rows: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """(N,) 64-bit hashes of rows, the same on every machine."""
+    digests = b"".join([hashlib.blake2b(row, digest_size=8).digest() for row in rows])
+    return np.frombuffer(digests, dtype="<u8")
+
+
+def _scan_ranges(item: dict[str, Any], settings: ScanSettings) -> dict[str, Any]:
+    n_rows = n_bytes = 0
+    for rows in _from_json(item["item"]):
+        n_bytes += _scan_range(rows, settings)
+        n_rows += rows.end - rows.first
+    return {"rows": n_rows, "bytes": n_bytes}
+
+
+def _scan_range(rows: RowRange, settings: ScanSettings) -> int:
+    batches = [_scan_batch(batch) for batch in read_column(rows, settings.text_column)]
+    if not batches or sum(len(batch.hashes) for batch in batches) != rows.end - rows.first:
+        raise CorpusError([f"{rows.source.path}: {rows.where} are not all there: it changed or is damaged."])
+    sizes, states = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("bytes", "states"))
+    bad_rows = np.concatenate([batch.invalid_bytes for batch in batches])
+    lines: Counter[str] = sum((batch.boilerplate for batch in batches), Counter())
+    facts = {
+        "documents": _document_starts(rows, settings.doc_column),
+        "invalid_bytes": int(bad_rows.sum()),
+        "invalid_row": _first_row(rows, bad_rows > 0),
+        "empty_row": _first_row(rows, states == EMPTY),
+        # Ties in the order of lines: the order of reading must not decide what is kept.
+        "boilerplate": dict(sorted(lines.items(), key=lambda line: (-line[1], line[0]))[:MOST_FREQUENT_LINES]),
+    }
+    hashes = np.concatenate([batch.hashes for batch in batches])
+    write_part(settings.part_path(rows), {"hash": hashes, "bytes": sizes, "state": states}, facts)
+    return int(sizes.sum())
+
+
+class _Batch(NamedTuple):
+    hashes: npt.NDArray[np.uint64]
+    bytes: npt.NDArray[np.uint32]
+    states: npt.NDArray[np.uint8]
+    invalid_bytes: npt.NDArray[np.int64]
+    boilerplate: Counter[str]
+
+
+def _scan_batch(values: pa.Array) -> _Batch:
+    rows = values.fill_null(b"").to_pylist()
+    is_boilerplate = find_boilerplate(values).fill_null(False).to_numpy(zero_copy_only=False)
+    is_empty = np.fromiter((not row or row.isspace() for row in rows), dtype=bool, count=len(rows))
+    states = np.where(is_empty, EMPTY, np.where(is_boilerplate, BOILERPLATE, TRAIN)).astype(np.uint8)
+    sizes = np.fromiter(map(len, rows), dtype=np.uint32, count=len(rows)) + np.uint32(1)
+    lines = Counter(decode_utf8(rows[index])[0].strip() for index in np.flatnonzero(states == BOILERPLATE))
+    return _Batch(hash_rows(rows), sizes, states, _invalid_bytes(rows), lines)
+
+
+def _invalid_bytes(rows: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    try:
+        b"\n".join(rows).decode()
+    except UnicodeDecodeError:
+        return np.array([decode_utf8(row)[1] for row in rows], dtype=np.int64)
+    return np.zeros(len(rows), dtype=np.int64)
+
+
+def _document_starts(rows: RowRange, doc_column: str | None) -> list[tuple[int, str]]:
+    if doc_column is None:
+        return []
+    starts: list[tuple[int, str]] = []
+    row = 0
+    for values in read_column(rows, doc_column):
+        for value in values.to_pylist():
+            document = decode_utf8(value or b"")[0]
+            if not starts or starts[-1][1] != document:
+                starts.append((row, document))
+            row += 1
+    return starts
+
+
+def _first_row(rows: RowRange, is_marked: npt.NDArray[np.bool_]) -> int | None:
+    marked = np.flatnonzero(is_marked)
+    return rows.first + int(marked[0]) if len(marked) else None
+
+
+def _to_json(ranges: Sequence[RowRange]) -> str:
+    return json.dumps([[rows.source.to_json(), rows.first, rows.end] for rows in ranges])
+
+
+def _from_json(item: str) -> Iterator[RowRange]:
+    for source, first, end in json.loads(item):
+        yield RowRange(Source.from_json(source), first, end)

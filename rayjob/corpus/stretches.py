@@ -1,0 +1,112 @@
+"""Which rows are held out for validation: whole stretches, chosen by content.
+
+1. Where documents are known, a stretch is a document. Elsewhere it begins at a row where the hash of the next
+   REPEAT_ROWS rows is a multiple of MEAN_ROWS, at least MIN_ROWS after the last: the same rows give the same
+   stretches wherever they stand.
+2. A stretch's rank is the hash of its rows, as a number in [0, 1). Those below val_fraction are held out: files that
+   are added later neither move them nor take them away.
+3. In a small corpus that may be far from the share wanted. Then stretches are held out in the order of their ranks,
+   or a tail is cut from the longest, as `split.py` does with documents.
+4. No run of REPEAT_ROWS rows of validation may stand in training, neither in the corpus as it is nor where rows
+   dropped in between bring others together. A stretch with such a run goes back to training, until there is none.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rayjob.corpus.errors import CorpusError
+from rayjob.corpus.repeats import REPEAT_ROWS, SLAB_ROWS, Flags, Hashes, run_hashes, slabs
+from rayjob.corpus.split import OVERSHOOT, UNDERSHOOT, choose_validation
+
+MEAN_ROWS = 256  # 16 to 25 kB of text: many windows of training, and 200,000 stretches in BookCorpus
+MIN_ROWS = 64
+
+Bounds = list[tuple[int, int]]
+
+
+def hold_out(hashes: Hashes, document_starts: Sequence[int], val_fraction: float) -> Flags:
+    """(N,) which of the kept rows are held out.
+
+    Args:
+        hashes: (N,) hash of each kept row.
+        document_starts: rows where a document starts, the first of them 0; empty if none are known.
+
+    Raises:
+        CorpusError: every stretch that could be held out stands in training too.
+    """
+    starts = list(document_starts) or stretch_starts(hashes)
+    bounds = list(itertools.pairwise([*starts, len(hashes)]))
+    is_held = np.zeros(len(hashes), dtype=bool)
+    for start, end in _choose(hashes, bounds, val_fraction):
+        is_held[start:end] = True
+    return _give_back_shared(hashes, is_held, starts)
+
+
+def stretch_starts(hashes: Hashes) -> list[int]:
+    """The rows at which stretches begin, by rule 1 for unknown documents."""
+    starts = [0]
+    for start, end in slabs(len(hashes)):
+        runs = run_hashes(hashes[start : end + REPEAT_ROWS - 1])
+        for place in (start + np.flatnonzero(runs % np.uint64(MEAN_ROWS) == 0)).tolist():
+            if place - starts[-1] >= MIN_ROWS:
+                starts.append(place)
+    return starts
+
+
+def content_hash(hashes: Hashes) -> str:
+    """Hex hash of a sequence of rows."""
+    return hashlib.blake2b(hashes.astype("<u8").tobytes(), digest_size=8).hexdigest()
+
+
+def _choose(hashes: Hashes, bounds: Bounds, val_fraction: float) -> Bounds:
+    ranks = [content_hash(hashes[start:end]) for start, end in bounds]
+    limit = f"{min(int(val_fraction * 2**64), 2**64 - 1):016x}"
+    held = [bound for bound, rank in zip(bounds, ranks, strict=True) if rank < limit]
+    target = val_fraction * len(hashes)
+    if UNDERSHOOT * target <= sum(end - start for start, end in held) <= OVERSHOOT * target:
+        return held
+    sizes = [end - start for start, end in bounds]
+    split = choose_validation(ranks, sizes, [[index] for index in range(len(bounds))], val_fraction)
+    held = [bounds[index] for index in sorted(split.held_out)]
+    if split.cut_document is not None:
+        end = bounds[split.cut_document][1]
+        held.append((end - max(1, min(split.tail_bytes, sizes[split.cut_document] - 1)), end))
+    return held
+
+
+def _give_back_shared(hashes: Hashes, is_held: Flags, starts: Sequence[int]) -> Flags:
+    stretch_bounds = np.array([*starts, len(hashes)])
+    while len(shared := _shared_rows(hashes, is_held)):
+        for stretch in np.unique(np.searchsorted(stretch_bounds, shared, side="right") - 1):
+            is_held[stretch_bounds[stretch] : stretch_bounds[stretch + 1]] = False
+    if not is_held.any():
+        raise CorpusError(
+            [
+                "No part of the corpus can be held out for validation: all of it stands in the corpus more than once. "
+                "Set data.dedup=true, or add text."
+            ]
+        )
+    return is_held
+
+
+def _shared_rows(hashes: Hashes, is_held: Flags) -> npt.NDArray[np.int64]:
+    """Rows of validation at which a run begins that stands in training too."""
+    rows = np.flatnonzero(is_held)
+    runs = run_hashes(hashes[rows])
+    known = np.sort(runs)
+    if not len(known):
+        return rows[:0]
+    shared: list[npt.NDArray[np.uint64]] = []
+    carried = hashes[:0]
+    for start in range(0, len(hashes), SLAB_ROWS):
+        part = slice(start, start + SLAB_ROWS)
+        training = np.concatenate([carried, hashes[part][~is_held[part]]])
+        slab = run_hashes(training)
+        found = known[np.minimum(np.searchsorted(known, slab), len(known) - 1)]
+        shared.append(slab[found == slab])
+        carried = training[-(REPEAT_ROWS - 1) :]
+    return rows[: len(runs)][np.isin(runs, np.concatenate(shared))]

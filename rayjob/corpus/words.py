@@ -1,0 +1,155 @@
+"""Units as words: the distinct words, how often each occurs, and their order.
+
+1. A unit's normalised text is cut at every space, tab and line break; a word takes the space before it. Joined,
+   the words are the text.
+2. The tokenizer is trained on the counts of the training units, all of them. No piece of it reaches across words,
+   so the tokens of a text are those of its words, and each distinct word has to be encoded only once.
+3. Parts are kept on storage. So the text is read and normalised once for both purposes, and another vocabulary
+   needs no reading at all.
+"""
+
+import functools
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from model.normalizer import Normalizer
+from rayjob.corpus.parts import read_part, write_part
+from rayjob.corpus.tasks import Progress, run_tasks
+from rayjob.corpus.text import Text
+from rayjob.corpus.units import AnyUnit, load_unit
+
+WORD = re.compile(r" ?[^ \t\n]+|[ \t\n]")
+SPACE = re.compile(r"[ \t\n]")
+SLAB_CHARS = 2**18  # of text cut at a time, so that the list of words stays short
+
+
+@dataclass(frozen=True, slots=True)
+class WordRow:
+    """A row of a block before it has tokens: its document, number of words, and whether the document ends."""
+
+    doc_id: str
+    n_words: int
+    is_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The text of a unit.
+
+    Attributes:
+        words: the distinct words in order of their first occurrence.
+        order: (N,) int32, which word stands at each place of the text.
+        rows: of the block, in order.
+        text_bytes: size of the text in UTF-8.
+    """
+
+    words: list[str]
+    order: npt.NDArray[np.int32]
+    rows: tuple[WordRow, ...]
+    text_bytes: int
+
+
+def split_words(texts: Iterator[Text]) -> Words:
+    """Cuts texts into words; memory grows with the number of words, four bytes each, and not with their text."""
+    number_of: defaultdict[str, int] = defaultdict()
+    number_of.default_factory = number_of.__len__  # a new word gets the next number
+    orders: list[npt.NDArray[np.int32]] = []
+    rows = []
+    text_bytes = 0
+    for doc_id, text, is_end in texts:
+        n_words = 0
+        for slab in _slabs(text):
+            found = WORD.findall(slab)
+            orders.append(np.fromiter(map(number_of.__getitem__, found), dtype=np.int32, count=len(found)))
+            n_words += len(found)
+            text_bytes += len(slab.encode())
+        rows.append(WordRow(doc_id, n_words, is_end))
+    order = np.concatenate(orders) if orders else np.empty(0, dtype=np.int32)
+    return Words(list(number_of), order, tuple(rows), text_bytes)
+
+
+def words_path(folder: Path, unit: AnyUnit, normalizer: Normalizer) -> Path:
+    """Where the words of a unit lie; their counts lie beside them."""
+    key = hashlib.sha256(f"{unit.content_hash} {normalizer.to_json()}".encode()).hexdigest()[:32]
+    return folder / f"{key}.words.parquet"
+
+
+def load_words(path: Path) -> Words | None:
+    """The words kept at a path, or None if they are absent or damaged."""
+    order, counts = read_part(_order_path(path)), read_part(path)
+    if order is None or counts is None:
+        return None
+    facts = counts[1]
+    rows = tuple(WordRow(*row) for row in facts["rows"])
+    return Words(counts[0]["word"].to_pylist(), order[0]["order"].to_numpy(), rows, facts["text_bytes"])
+
+
+def save_words(path: Path, words: Words) -> None:
+    """Keeps words at a path; the counts, written last, make them complete."""
+    counts = np.bincount(words.order, minlength=len(words.words))
+    rows = [(row.doc_id, row.n_words, row.is_end) for row in words.rows]
+    write_part(_order_path(path), {"order": words.order}, {})
+    columns = {"word": pa.array(words.words, pa.large_string()), "count": counts}
+    write_part(path, columns, {"rows": rows, "text_bytes": words.text_bytes})
+
+
+def count_words(
+    units: Sequence[AnyUnit], folder: Path, normalizer: Normalizer, is_cancelled: Callable[[], bool]
+) -> dict[str, int]:
+    """How often each word occurs in the units, in Ray tasks; makes only parts that are missing.
+
+    Raises:
+        CorpusError: a source cannot be read, or storage cannot be written.
+        PrepareCancelled: the caller asked to stop; finished parts stay.
+    """
+    counts: dict[str, int] = {}
+    missing = [unit for unit in units if not _add_counts(counts, words_path(folder, unit, normalizer))]
+    if missing:
+        progress = Progress("words", len(missing), "units")
+        function = functools.partial(_keep_words, folder=str(folder), normalizer=normalizer)
+        for result in run_tasks(function, [unit.to_json() for unit in missing], is_cancelled=is_cancelled):
+            is_added = _add_counts(counts, Path(result["path"]))
+            assert is_added  # it was just written
+            progress.add(1, result["bytes"])
+    return counts
+
+
+def _keep_words(item: dict[str, Any], folder: str, normalizer: Normalizer) -> dict[str, Any]:
+    unit = load_unit(item["item"])
+    words = split_words(unit.texts(normalizer))
+    path = words_path(Path(folder), unit, normalizer)
+    save_words(path, words)
+    return {"path": str(path), "bytes": words.text_bytes}
+
+
+def _add_counts(counts: dict[str, int], path: Path) -> bool:
+    """Adds the counts kept at a path; False if there are none. A dict is three times as fast here as Arrow's groups."""
+    part = read_part(path)
+    if part is None:
+        return False
+    for word, count in zip(part[0]["word"].to_pylist(), part[0]["count"].to_pylist(), strict=True):
+        counts[word] = counts.get(word, 0) + count
+    return True
+
+
+def _slabs(text: str) -> Iterator[str]:
+    """Cuts a text before white space: words are the same as without the cut, however long they are."""
+    start = 0
+    while start < len(text):
+        space = SPACE.search(text, start + SLAB_CHARS)
+        end = space.start() if space else len(text)
+        yield text[start:end]
+        start = end
+
+
+def _order_path(path: Path) -> Path:
+    return path.with_name(path.name.replace(".words.", ".order."))

@@ -1,0 +1,109 @@
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.normalizer import Normalizer
+from model.tokenizer import Tokenizer, count_words, train_tokenizer
+from rayjob.corpus import words
+from rayjob.corpus.text import Text
+from rayjob.corpus.tokenize import encode_words
+from rayjob.corpus.words import Words, load_words, save_words, split_words
+
+NASTY = "</s> <s> <unk> <0x41>  two  spaces\t\ttabs\n\n\nnaïve 漢字 🙂 \ufffd 1984 \n end </s> "
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    text = "the cat sat on the mat, and the dog saw it.\n" * 20 + NASTY
+    return Tokenizer(train_tokenizer([text], vocab_size=340), Normalizer(detokenize=False, lowercase=False))
+
+
+def split(*texts: str) -> Words:
+    return split_words(iter(Text(f"doc {number}", text, True) for number, text in enumerate(texts)))
+
+
+def join(found: Words) -> str:
+    return "".join(found.words[number] for number in found.order)
+
+
+def encode(found: Words, tokenizer: Tokenizer) -> list[list[int]]:
+    return [row.tokens.tolist() for row in encode_words(found, tokenizer)]
+
+
+texts = st.text(alphabet="ab \t\n\u00e9.", max_size=80)
+
+
+@given(texts)
+def test_words_join_to_the_text(text: str) -> None:
+    assert join(split(text)) == text
+
+
+@given(texts, st.integers(1, 9))
+def test_length_of_slabs_changes_no_word(text: str, slab_chars: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "SLAB_CHARS", slab_chars)
+        cut = split(text)
+    whole = split(text)
+    assert cut.words == whole.words
+    assert cut.order.tolist() == whole.order.tolist()
+
+
+@given(texts)
+def test_counts_are_those_the_tokenizer_is_trained_on(text: str) -> None:
+    found = split(text)
+    counts = dict(zip(found.words, np.bincount(found.order, minlength=len(found.words)).tolist(), strict=True))
+    assert {word: count for word, count in counts.items() if not word.isspace()} == Counter(_blackless(text))
+
+
+def _blackless(text: str) -> Iterable[str]:
+    return (word for word, count in count_words(text).items() for _ in range(count) if not word.isspace())
+
+
+@given(st.text(alphabet="thecatdogs .,\t\n\u00e91漢</>", max_size=200))
+def test_tokens_of_words_are_the_tokens_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assert encode(split(text), tokenizer) == [[*tokenizer.encode(text), tokenizer.eos_id]]
+
+
+def test_control_spellings_and_white_space_survive(tokenizer: Tokenizer) -> None:
+    [tokens] = encode(split(NASTY), tokenizer)
+    assert tokens.count(tokenizer.eos_id) == 1
+    assert tokenizer.decode(tokens) == NASTY
+
+
+def test_eos_follows_only_where_a_document_ends(tokenizer: Tokenizer) -> None:
+    found = split_words(iter([Text("a", "the cat", False), Text("a", " sat", True), Text("b", "", True)]))
+    one, two, three = encode(found, tokenizer)
+    assert one == tokenizer.encode("the cat")
+    assert two == [*tokenizer.encode(" sat"), tokenizer.eos_id]
+    assert three == [tokenizer.eos_id]
+
+
+def test_tokenizer_with_a_piece_across_words_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: [len(text)])
+    with pytest.raises(RuntimeError, match="reach across words"):
+        encode_words(split("xx yy zz"), Tokenizer(tokenizer._model, Normalizer(detokenize=True, lowercase=True)))
+
+
+def test_kept_words_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "key.words.parquet"
+    found = split("the cat", "naïve\n\n", "")
+    save_words(path, found)
+    again = load_words(path)
+    assert again is not None
+    assert (again.words, again.rows, again.text_bytes) == (found.words, found.rows, found.text_bytes)
+    assert again.order.tolist() == found.order.tolist()
+
+
+def test_words_that_were_half_written_are_absent(tmp_path: Path) -> None:
+    path = tmp_path / "key.words.parquet"
+    assert load_words(path) is None
+    save_words(path, split("the cat"))
+    path.unlink()  # it is written last
+    assert load_words(path) is None
+    path.write_bytes(b"torn")
+    assert load_words(path) is None
