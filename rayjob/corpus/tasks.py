@@ -2,7 +2,8 @@
 
 Every item is one row of a data set with as many Ray blocks as items, so an item is a task of its own. Tasks
 rather than actors: a pool of actors larger than the free CPUs waits for ever without a word. A task asks for
-half a CPU, so the work goes on even where one core is left. Results come in any order.
+half a CPU, so the work goes on even where one core is left, and there are as many at a time as CPUs: more would only
+start more processes and fill more memory. Results come in any order.
 """
 
 import errno
@@ -36,7 +37,7 @@ def run_tasks(
 
     Args:
         items: must not be empty.
-        max_tasks: most tasks at a time; None for as many as the cluster's CPUs take.
+        max_tasks: most tasks at a time; None for the number of the cluster's CPUs.
 
     Raises:
         CorpusError: from a task, or a task's storage is full or cannot be written.
@@ -44,11 +45,12 @@ def run_tasks(
     """
     if not ray.is_initialized():
         raise RuntimeError("prepare needs Ray: call ray.init() first.")
+    size = max_tasks or max(1, int(ray.cluster_resources().get("CPU", 1)))  # type: ignore[no-untyped-call]
     try:
         with _quiet_ray_data():
             results = (
                 ray.data.from_items([{"item": item} for item in items], override_num_blocks=len(items))
-                .map(function, num_cpus=CPUS_PER_TASK, compute=ray.data.TaskPoolStrategy(size=max_tasks))
+                .map(function, num_cpus=CPUS_PER_TASK, compute=ray.data.TaskPoolStrategy(size=min(size, len(items))))
                 .iter_rows()
             )
             for result in results:

@@ -39,7 +39,7 @@ def write_blocks(
 
     Args:
         units: what to write; must not be empty.
-        max_tasks: most tasks at a time; None for as many as the cluster's CPUs take.
+        max_tasks: most tasks at a time; None for the number of the cluster's CPUs.
 
     Raises:
         CorpusError: a source changed or cannot be read on a node, or storage cannot be written.

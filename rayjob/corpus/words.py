@@ -1,7 +1,7 @@
 """Units as words: the distinct words, how often each occurs, and their order.
 
-1. A unit's normalised text is cut at every space, tab and line break; a word takes the space before it. Joined,
-   the words are the text.
+1. A unit's normalised text is cut before every space and every line break; so a word takes that with it. Joined, the
+   words are the text.
 2. The tokenizer is trained on the counts of the training units, all of them. No piece of it reaches across words,
    so the tokens of a text are those of its words, and each distinct word has to be encoded only once.
 3. Parts are kept on storage. So the text is read and normalised once for both purposes, and another vocabulary
@@ -27,8 +27,8 @@ from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.text import Text
 from rayjob.corpus.units import AnyUnit, load_unit
 
-WORD = re.compile(r" ?[^ \t\n]+|[ \t\n]")
-SPACE = re.compile(r"[ \t\n]")
+SPACE = re.compile(r"[ \n]")
+NO_SPACE = "\0"  # before the first word of a text, which has neither; no normalised text holds it
 SLAB_CHARS = 2**18  # of text cut at a time, so that the list of words stays short
 
 
@@ -68,13 +68,13 @@ def split_words(texts: Iterator[Text]) -> Words:
     for doc_id, text, is_end in texts:
         n_words = 0
         for slab in _slabs(text):
-            found = WORD.findall(slab)
+            found = _cut(slab)
             orders.append(np.fromiter(map(number_of.__getitem__, found), dtype=np.int32, count=len(found)))
             n_words += len(found)
             text_bytes += len(slab.encode())
         rows.append(WordRow(doc_id, n_words, is_end))
     order = np.concatenate(orders) if orders else np.empty(0, dtype=np.int32)
-    return Words(list(number_of), order, tuple(rows), text_bytes)
+    return Words([_spell(piece) for piece in number_of], order, tuple(rows), text_bytes)
 
 
 def words_path(folder: Path, unit: AnyUnit, normalizer: Normalizer) -> Path:
@@ -139,6 +139,19 @@ def _add_counts(counts: dict[str, int], path: Path) -> bool:
     for word, count in zip(part[0]["word"].to_pylist(), part[0]["count"].to_pylist(), strict=True):
         counts[word] = counts.get(word, 0) + count
     return True
+
+
+def _cut(slab: str) -> list[str]:
+    """The pieces of a slab in order, as `_spell` reads them; three times as fast as a regular expression."""
+    first, *pieces = slab.replace("\n", " \n").split(" ")
+    return [NO_SPACE + first, *pieces] if first else pieces
+
+
+def _spell(piece: str) -> str:
+    """The word of a piece: its space was lost in splitting, unless it begins with a line break."""
+    if piece.startswith(NO_SPACE):
+        return piece[1:]
+    return piece if piece.startswith("\n") else " " + piece
 
 
 def _slabs(text: str) -> Iterator[str]:
