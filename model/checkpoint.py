@@ -59,6 +59,11 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """Returns the step that a checkpoint's folder is named after."""
+    return int(folder.name.removeprefix("step_"))
+
+
 def save_checkpoint(
     run_folder: Path,
     step: int,
@@ -128,17 +133,21 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def list_checkpoints(run_folder: Path) -> list[Path]:
-    """Returns the complete checkpoints of a run, by step; empty if there is no such folder."""
+def checkpoint_folders(run_folder: Path) -> list[Path]:
+    """Returns what bears a checkpoint's name, complete or not, by step; empty if there is no such folder."""
     if not run_folder.is_dir():
         return []
-    found = [folder for folder in run_folder.iterdir() if _NAME.fullmatch(folder.name) and is_complete(folder)]
-    return sorted(found, key=lambda folder: int(folder.name.removeprefix("step_")))
+    return sorted((path for path in run_folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """Returns the complete checkpoints of a run, by step; empty if there is no such folder."""
+    return [folder for folder in checkpoint_folders(run_folder) if is_complete(folder)]
 
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
     """Returns the complete checkpoint of the highest step, or None."""
-    return max(list_checkpoints(run_folder), default=None, key=lambda folder: int(folder.name[5:]))
+    return max(list_checkpoints(run_folder), default=None, key=step_of)
 
 
 def best_checkpoint(run_folder: Path) -> Path | None:

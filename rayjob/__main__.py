@@ -5,6 +5,7 @@ other failure.
 """
 
 import argparse
+import errno
 import json
 import logging
 import signal
@@ -17,10 +18,13 @@ from typing import Any
 
 import yaml
 
+from model.complete import CheckpointError
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import load_config
+from rayjob.corpus.errors import CorpusError, PrepareCancelled
 
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
+_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR}
 
 logger = logging.getLogger("rayjob")
 
@@ -34,9 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _show_windows(args)
         config = load_config(args.config, args.overrides)
         return _run(args, config)
-    except ConfigError as error:
+    except (ConfigError, CorpusError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return BAD_USAGE
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRORS:
+            raise
+        logger.error("%s. Every file of a run is written under `storage`: make room, or choose another folder.", error)
+        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -134,29 +143,34 @@ def _show_windows(args: argparse.Namespace) -> int:
 
 def _work(command: str, config: JobConfig) -> int:
     """Runs a command that may take hours: it can be stopped, and its faults become one message."""
+    stop = _stop_on_signals()  # before the imports below, which take seconds
+
     from ray.train import TrainingFailedError
 
-    from model.complete import CheckpointError
     from rayjob import commands
-    from rayjob.corpus.errors import CorpusError, PrepareCancelled
+    from rayjob.connection import ConnectCancelled
     from rayjob.lock import LockedError, WaitCancelled
     from rayjob.training.job import Outcome
 
-    stop = _stop_on_signals()
     try:
         outcome = {"prepare": commands.prepare, "train": commands.train, "run": commands.run}[command](config, stop)
-    except (CorpusError, CheckpointError, LockedError) as error:
+    except LockedError as error:
         print(error, file=sys.stderr)
         return BAD_USAGE
-    except (PrepareCancelled, WaitCancelled) as error:
+    except (ConnectCancelled, PrepareCancelled, WaitCancelled) as error:
         logger.warning("%s Run the same command again to go on.", error)
         return STOPPED
+    except KeyboardInterrupt:
+        logger.error("interrupted before a checkpoint was saved: the next start goes on from the one before.")
+        return FAILED
     except TrainingFailedError as error:
         logger.error("training failed: %s", error)
         return FAILED
     if outcome is Outcome.STOPPED:
         logger.warning("stopped with a checkpoint saved: run the same command again to go on.")
         return STOPPED
+    if outcome is Outcome.BUDGET:
+        logger.warning("cost.max_usd=%s is spent and a checkpoint saved: raise it to go on.", config.cost.max_usd)
     return DONE
 
 

@@ -3,29 +3,32 @@
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from model.checkpoint import best_checkpoint, resolve_checkpoint
-from model.complete import CheckpointError
 from model.config import ModelConfig
 from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import to_tree
-from rayjob.connection import connect
+from rayjob.connection import ConnectCancelled, connect
 from rayjob.corpus.blocks import n_windows
+from rayjob.corpus.errors import PrepareCancelled
 from rayjob.corpus.lookup import find_window
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
 from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
+from rayjob.lock import WaitCancelled, exclusive
 from rayjob.status import set_stage
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.job import Outcome
+from rayjob.training.metrics import read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -42,52 +45,91 @@ def prepare(config: JobConfig, stop: threading.Event) -> PreparedCorpus:
     T = config.model.max_seq_len
     if problems := check(*settings, T):
         raise ConfigError(problems)
-    if find_prepared(*settings) is None:
-        set_stage(config, "prepare")
+    if find_prepared(*settings) is not None:
+        return prepare_corpus(*settings, T, is_cancelled=stop.is_set)
+    with _stage(config, "prepare"):
         connect()
-    return prepare_corpus(*settings, T, is_cancelled=stop.is_set)
+        return prepare_corpus(*settings, T, is_cancelled=stop.is_set)
 
 
 def train(config: JobConfig, stop: threading.Event) -> Outcome:
-    """Trains from the prepared blocks, making them if needed; does nothing for a run that is done."""
+    """Trains from the prepared blocks, making them if needed; does nothing for a run that is done.
+
+    Raises:
+        ConfigError: the configuration cannot work with this corpus, cluster or budget.
+        CheckpointError: the run folder belongs to another corpus, tokenizer or shape.
+        LockedError: another driver has the run.
+    """
+    with _only_driver(config):
+        return _train(config, stop)
+
+
+def run(config: JobConfig, stop: threading.Event) -> Outcome:
+    """Prepares, trains, and evaluates the best checkpoint; raises as `train` does."""
+    with _only_driver(config):
+        outcome = _train(config, stop)
+        best = best_checkpoint(config.run_folder)
+        if outcome is Outcome.DONE and best:
+            outcome = _evaluate_best(config, best, stop)
+            set_stage(config, outcome.value)
+        return outcome
+
+
+def _only_driver(config: JobConfig) -> AbstractContextManager[None]:
+    return exclusive(config.run_folder / "driver.lock", f"run {config.run_name}")
+
+
+@contextmanager
+def _stage(config: JobConfig, stage: str, max_steps: int | None = None) -> Iterator[None]:
+    """Records the stage of the block, and how it ended if it was left by an error."""
+    set_stage(config, stage, max_steps)
+    try:
+        yield
+    except (ConnectCancelled, PrepareCancelled, WaitCancelled):
+        set_stage(config, Outcome.STOPPED.value)
+        raise
+    except BaseException:
+        with suppress(OSError):  # a full disk must not hide what went wrong
+            set_stage(config, "failed")
+        raise
+
+
+def _train(config: JobConfig, stop: threading.Event) -> Outcome:
     corpus = prepare(config, stop)
     n_steps = job.steps_of_run(config, corpus)
-    job.check_run_folder(config, corpus)
-    if job.latest_step(config) >= n_steps:
+    if job.step_to_go_on_from(config, corpus) >= n_steps:
         logger.info("run %s has all of its %d steps: nothing to train.", config.run_name, n_steps)
+        set_stage(config, Outcome.DONE.value, n_steps)
         return Outcome.DONE
-    connect()
-    set_stage(config, "train", n_steps)
-    try:
+    if _is_spent(config):
+        set_stage(config, Outcome.BUDGET.value, n_steps)
+        return Outcome.BUDGET
+    with _stage(config, "train", n_steps):
+        connect()
         outcome = job.train(config, corpus, stop)
-    except BaseException:
-        set_stage(config, "failed")
-        raise
     set_stage(config, outcome.value)
     return outcome
 
 
-def run(config: JobConfig, stop: threading.Event) -> Outcome:
-    """Prepares, trains, and evaluates the best checkpoint."""
-    outcome = train(config, stop)
-    best = best_checkpoint(config.run_folder)
-    if outcome is Outcome.DONE and best:
-        _evaluate_best(config, best)
-        set_stage(config, "done")
-    return outcome
+def _is_spent(config: JobConfig) -> bool:
+    """Whether a run has no money for another step, so that starting workers would only cost more."""
+    spent_usd = max((row.cost_usd for row in read_metrics(config.run_folder)), default=0.0)
+    return config.cost.max_usd is not None and spent_usd >= config.cost.max_usd
 
 
-def _evaluate_best(config: JobConfig, best: Path) -> None:
+def _evaluate_best(config: JobConfig, best: Path, stop: threading.Event) -> Outcome:
     path = config.run_folder / EVALUATION_FILE
     if path.exists() and json.loads(path.read_text())["checkpoint"] == best.name:
-        return
-    set_stage(config, "evaluate")
-    corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)
-    assert corpus is not None  # training has just used it
-    connect()
-    resources: dict[str, Any] = {"num_gpus": 1} if config.train.use_gpu else {"num_cpus": 0.5}
-    task = ray.remote(evaluate_split).options(**resources)
-    evaluation = ray.get(task.remote(best, corpus.tokens_folder, config.model.max_seq_len))
+        return Outcome.DONE
+    with _stage(config, "evaluate"):
+        corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)
+        assert corpus is not None  # training has just used it
+        connect()
+        pending = _start_evaluation(config, best, corpus)
+        while not ray.wait([pending], timeout=0.2)[0]:
+            if stop.is_set():
+                return Outcome.STOPPED
+        evaluation = ray.get(pending)
     result = {"checkpoint": best.name} | evaluation.to_json()
     write_atomically(path, json.dumps(result, indent=2).encode() + b"\n")
     logger.info(
@@ -100,22 +142,29 @@ def _evaluate_best(config: JobConfig, best: Path) -> None:
             evaluation.bits_per_byte,
         ),
     )
+    return Outcome.DONE
+
+
+def _start_evaluation(config: JobConfig, checkpoint: Path, corpus: PreparedCorpus) -> Any:
+    # Without a GPU it is slower, but Ray would wait for one without end.
+    has_gpu = config.train.use_gpu and ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
+    resources: dict[str, Any] = {"num_gpus": 1} if has_gpu else {"num_cpus": 0.5}
+    task = ray.remote(evaluate_split).options(**resources)
+    return task.remote(checkpoint, corpus.tokens_folder)
 
 
 def evaluate(config: JobConfig, checkpoint: Path, texts: list[Path] | None) -> Evaluation:
     """Returns the evaluation of a checkpoint or of a run's best, on texts or else on the validation split.
 
     Raises:
-        ConfigError: no such checkpoint, an unreadable text, or no prepared corpus to validate on.
+        CheckpointError: no such checkpoint, or a damaged one.
+        ConfigError: an unreadable text, or no prepared corpus of the checkpoint's tokenizer to validate on.
     """
-    try:
-        folder = resolve_checkpoint(checkpoint)
-    except CheckpointError as error:
-        raise ConfigError([str(error)]) from error
+    folder = resolve_checkpoint(checkpoint)
     if texts:
-        return evaluate_texts(folder, texts, config.model.max_seq_len)
+        return evaluate_texts(folder, texts)
     corpus = _prepared_corpus(config, "run `prepare`, or give --text")
-    return evaluate_split(folder, corpus.tokens_folder, config.model.max_seq_len)
+    return evaluate_split(folder, corpus.tokens_folder)
 
 
 def show_windows(config: JobConfig, split: str, windows: Sequence[int]) -> list[dict[str, Any]]:

@@ -12,11 +12,16 @@ from rayjob.config import ConfigError
 _TIMEOUT_S = 10.0
 
 
+class ConnectCancelled(RuntimeError):
+    """A SIGTERM came while Ray was starting."""
+
+
 def connect() -> None:
     """Connects to the cluster of RAY_ADDRESS, or starts a local Ray if that is not set; once per process.
 
     Raises:
         ConfigError: RAY_ADDRESS names a cluster that does not answer.
+        ConnectCancelled: a SIGTERM came meanwhile; the handler that was set before has been called.
     """
     if ray.is_initialized():
         return
@@ -24,8 +29,17 @@ def connect() -> None:
     if address:
         _check_answers(address)
     handler = signal.getsignal(signal.SIGTERM)
-    ray.init(address=address)
-    signal.signal(signal.SIGTERM, handler)  # Ray puts its own in its place
+    try:
+        ray.init(address=address)
+    except SystemExit as error:  # of the handler that Ray puts in the place of ours
+        if not callable(handler):
+            raise
+        handler(signal.SIGTERM, None)
+        raise ConnectCancelled("stopped while Ray was starting.") from error
+    except ConnectionError as error:
+        raise ConfigError([f"RAY_ADDRESS={address} cannot be used: {error}"]) from error
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _check_answers(address: str) -> None:

@@ -1,6 +1,7 @@
 """`status`: what a run folder says about its run, without Ray."""
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def read_status(config: JobConfig) -> dict[str, Any]:
     stage = _read_stage(folder)
     rows = list(read_metrics(folder))
     last = rows[-1] if rows else None
-    val_losses = [row.val_loss for row in rows if row.val_loss is not None]
+    val_losses = [_finite(row.val_loss) for row in rows if row.val_loss is not None]
     max_steps = stage.get("max_steps") or config.train.max_steps
     rate = statistics.median(row.tokens_per_s for row in rows[-_RATE_STEPS:]) if rows else None
     return {
@@ -38,9 +39,9 @@ def read_status(config: JobConfig) -> dict[str, Any]:
         "max_steps": max_steps,
         "epoch": last.epoch if last else 0,
         "tokens": last.tokens if last else 0,
-        "train_loss": last.loss if last else None,
+        "train_loss": _finite(last.loss) if last else None,
         "val_loss": val_losses[-1] if val_losses else None,
-        "best_val_loss": min(val_losses, default=None),
+        "best_val_loss": min((loss for loss in val_losses if loss is not None), default=None),
         "best_checkpoint": _path(best_checkpoint(folder)),
         "latest_checkpoint": _path(latest_checkpoint(folder)),
         "mlflow_run_id": read_run_id(folder),
@@ -57,6 +58,11 @@ def _read_stage(folder: Path) -> dict[str, Any]:
     path = folder / _STAGE_FILE
     stage: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return stage
+
+
+def _finite(value: float) -> float | None:
+    """Returns None for NaN and infinities: JSON has none."""
+    return value if math.isfinite(value) else None
 
 
 def _path(folder: Path | None) -> str | None:

@@ -6,7 +6,6 @@
 """
 
 import fcntl
-import getpass
 import logging
 import os
 import tempfile
@@ -129,7 +128,7 @@ def _flatten(tokens_folder: Path, split: str) -> Path:
     """Returns this node's flat copy of a split, making it if no process of the node has yet."""
     manifest = Manifest.load(tokens_folder)
     n_tokens = getattr(manifest, split).tokens
-    folder = Path(tempfile.gettempdir()) / f"rayjob-{getpass.getuser()}" / "streams"
+    folder = Path(tempfile.gettempdir()) / f"rayjob-{os.getuid()}" / "streams"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     flat = folder / f"{manifest.hash}-{split}.uint16"
     with (folder / f"{flat.name}.lock").open("w") as lock:
@@ -140,7 +139,7 @@ def _flatten(tokens_folder: Path, split: str) -> Path:
 
 
 def _write_flat(flat: Path, blocks: Iterator[npt.NDArray[np.uint16]]) -> None:
-    temporary = flat.with_suffix(f".{os.getpid()}.tmp")
+    temporary = flat.with_suffix(".tmp")  # always the same, so that a killed writer's is overwritten
     try:
         with temporary.open("wb") as file:
             for tokens in blocks:

@@ -1,12 +1,13 @@
 """The driver's side of training: starts the Ray Train job, follows it, and turns its end into an outcome.
 
-1. Refuse a run folder that another driver holds, or that belongs to another corpus, tokenizer or shape.
+1. Refuse workers that the cluster has no GPUs for: Ray would wait for them without end.
 2. fit() runs in a thread of its own, so that the main thread is free to receive signals.
-3. A request to stop goes to the workers; they finish the step, save and return.
+3. A request to stop goes to the workers; they finish the step, save and return. Where none trains, none is waited for.
 4. Trackers and progress lines follow the run folder meanwhile.
 """
 
 import enum
+import importlib.util
 import logging
 import os
 import threading
@@ -16,18 +17,18 @@ import ray.train.torch
 import yaml
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-from model.checkpoint import latest_checkpoint, load_trainer_state
+from model.checkpoint import latest_checkpoint, step_of
 from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
-from rayjob.config import JobConfig
+from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
-from rayjob.lock import exclusive
 from rayjob.training.loop import TrainTask, train_loop
+from rayjob.training.metrics import cut_metrics
 from rayjob.training.mlflow_sink import MlflowSink
 from rayjob.training.narration import Narration
-from rayjob.training.preemption import StopSignal
+from rayjob.training.preemption import StopRequest, StopSignal
 from rayjob.training.recovery import find_sound_checkpoint, forget_ray_snapshot, load_run
 from rayjob.training.schedule import WindowOrder, max_steps
 from rayjob.training.tensorboard_sink import TensorboardSink
@@ -60,42 +61,48 @@ def steps_of_run(config: JobConfig, corpus: PreparedCorpus) -> int:
 def latest_step(config: JobConfig) -> int:
     """Returns the step of the run's newest complete checkpoint, 0 if it has none."""
     latest = latest_checkpoint(config.run_folder)
-    return int(load_trainer_state(latest)[1]["step"]) if latest else 0
+    return step_of(latest) if latest else 0
 
 
-def check_run_folder(config: JobConfig, corpus: PreparedCorpus) -> None:
-    """Raises CheckpointError if the run's newest checkpoint is of another corpus, tokenizer or shape."""
+def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
+    """Returns the step of the run's newest sound checkpoint, 0 if it has none.
+
+    Raises:
+        CheckpointError: it is of another corpus, tokenizer or shape.
+    """
     folder = find_sound_checkpoint(config.run_folder)
-    if folder:
-        tokenizer = Tokenizer.load(corpus.tokenizer_folder)
-        load_run(folder, config.model, corpus.manifest.hash, tokenizer.hash)
+    if folder is None:
+        return 0
+    tokenizer = Tokenizer.load(corpus.tokenizer_folder)
+    _, state = load_run(folder, config.model, corpus.manifest.hash, tokenizer.hash)
+    return state.step
 
 
 def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> Outcome:
     """Trains to the end, to a stop or to the end of the budget; Ray must be initialised.
 
     Args:
+        config: of a run whose folder no other driver writes and whose checkpoints fit, see `step_to_go_on_from`.
         stop: set by a signal handler; the workers then save and return.
 
     Raises:
-        LockedError: another driver trains this run.
-        CheckpointError: the run folder belongs to another corpus, tokenizer or shape.
+        ConfigError: the cluster has too few GPUs.
         ray.train.TrainingFailedError: more failures than the budget allows.
     """
+    _check_gpus(config)
     run_folder = config.run_folder
-    with exclusive(run_folder / "driver.lock", f"run {config.run_name}"):
-        check_run_folder(config, corpus)
-        _write_config(config)
-        forget_ray_snapshot(run_folder)
-        n_steps = steps_of_run(config, corpus)
-        tracking = Tracking(run_folder, _sinks(config, corpus, n_steps))
-        status = "FAILED"
-        try:
-            _fit(config, corpus, stop)
-            is_done = latest_step(config) >= n_steps
-            status = "FINISHED" if is_done else "KILLED"
-        finally:
-            tracking.finish(status)
+    _write_config(config)
+    forget_ray_snapshot(run_folder)
+    n_steps, step = steps_of_run(config, corpus), step_to_go_on_from(config, corpus)
+    cut_metrics(run_folder, step)  # before anybody follows rows that will be written again
+    tracking = Tracking(run_folder, _sinks(config, corpus.tokens_folder, n_steps, step))
+    status = "FAILED"
+    try:
+        _fit(config, corpus, stop)
+        is_done = latest_step(config) >= n_steps
+        status = "FINISHED" if is_done else "KILLED"
+    finally:
+        tracking.finish(status)
     if is_done:
         return Outcome.DONE
     return Outcome.STOPPED if stop.is_set() else Outcome.BUDGET
@@ -117,15 +124,30 @@ def _fit(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> No
 
     thread = threading.Thread(target=fit, name="fit", daemon=True)
     thread.start()
-    is_asked = False
+    request: StopRequest | None = None
     while thread.is_alive():
         thread.join(0.2)
-        if stop.is_set() and not is_asked:
+        if stop.is_set() and request is None:
             logger.warning("stop requested: the workers finish the step, save and end.")
-            stop_signal.request.remote()
-            is_asked = True
+            request = StopRequest(stop_signal)
+        if request and request.is_unheard:
+            logger.warning("no worker is training, so there is nothing to save.")
+            return  # Ray ends what is still starting when the driver ends
     if errors:
         raise errors[0]
+
+
+def _check_gpus(config: JobConfig) -> None:
+    if not config.train.use_gpu:
+        return
+    n_gpus, n_workers = int(ray.cluster_resources().get("GPU", 0)), config.train.num_workers  # type: ignore[no-untyped-call]
+    if n_gpus < n_workers:
+        raise ConfigError(
+            [
+                f"train.num_workers={n_workers} with train.use_gpu=true needs {n_workers} GPUs, but the Ray cluster "
+                f"has {n_gpus}: start its other nodes first, lower train.num_workers, or set train.use_gpu=false."
+            ]
+        )
 
 
 def _build_trainer(config: JobConfig, task: TrainTask) -> ray.train.torch.TorchTrainer:
@@ -168,10 +190,15 @@ def _write_config(config: JobConfig) -> None:
     write_atomically(path, yaml.safe_dump(to_tree(config), sort_keys=False).encode())
 
 
-def _sinks(config: JobConfig, corpus: PreparedCorpus, n_steps: int) -> list[Sink]:
-    sinks: list[Sink] = [Narration(n_steps), MlflowSink(config, corpus.tokens_folder)]
+def _sinks(config: JobConfig, tokens_folder: Path, n_steps: int, step: int) -> list[Sink]:
+    sinks: list[Sink] = [Narration(n_steps, step), MlflowSink(config, tokens_folder)]
     if config.tracking.tensorboard:
         sinks.append(TensorboardSink(config.run_folder))
     if config.tracking.wandb and os.environ.get("WANDB_API_KEY"):
-        sinks.append(WandbSink(config))
+        if importlib.util.find_spec("wandb"):
+            sinks.append(WandbSink(config))
+        else:
+            logger.warning(
+                "WANDB_API_KEY is set, but wandb is not installed: pip install wandb, or tracking.wandb=false."
+            )
     return sinks

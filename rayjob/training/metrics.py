@@ -4,11 +4,12 @@ Rank 0 is the only writer. A row is flushed when its step ends; after a restart 
 off, so no step stands in it twice.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO
+
+from rayjob.atomic import write_atomically
 
 METRICS_FILE = "metrics.csv"
 
@@ -52,13 +53,8 @@ class MetricsWriter:
     """
 
     def __init__(self, run_folder: Path, step: int) -> None:
-        self._path = run_folder / METRICS_FILE
-        kept = [row for row in read_metrics(run_folder) if row.step <= step]
-        self.last = kept[-1] if kept else None
-        temporary = self._path.with_suffix(".csv.tmp")
-        temporary.write_text(",".join(COLUMNS) + "\n" + "".join(row.to_csv() for row in kept))
-        os.replace(temporary, self._path)
-        self._file: IO[str] = self._path.open("a")
+        cut_metrics(run_folder, step)
+        self._file: IO[str] = (run_folder / METRICS_FILE).open("a")
 
     def write(self, row: MetricsRow) -> None:
         self._file.write(row.to_csv())
@@ -66,6 +62,12 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def cut_metrics(run_folder: Path, step: int) -> None:
+    """Cuts off the rows beyond `step`, and a torn one; makes the file if there is none."""
+    kept = [row.to_csv() for row in read_metrics(run_folder) if row.step <= step]
+    write_atomically(run_folder / METRICS_FILE, (",".join(COLUMNS) + "\n" + "".join(kept)).encode())
 
 
 def read_metrics(run_folder: Path) -> Iterator[MetricsRow]:

@@ -16,7 +16,7 @@ from rayjob.training.tracking import metrics_of
 
 logger = logging.getLogger(__name__)
 
-_MAX_VALUE_CHARS = 5_000  # MLflow's own limit is 6,000
+_MAX_VALUE_CHARS = 3_900  # MLflow's own limits: 6,000 for a parameter, 8,000 for a tag, which may hold two values
 _RUN_ID_FILE = "mlflow_run_id"
 
 

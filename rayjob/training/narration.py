@@ -13,16 +13,22 @@ _INTERVAL_S = 10.0
 
 
 class Narration:
-    """Logs a line for each validation, and otherwise the newest step every ten seconds."""
+    """Logs a line for each validation, and otherwise the newest step every ten seconds.
+
+    Args:
+        n_steps: of the whole run.
+        step: that this attempt goes on from; earlier ones have been told.
+    """
 
     name = "narration"
 
-    def __init__(self, n_steps: int) -> None:
+    def __init__(self, n_steps: int, step: int) -> None:
         self._n_steps = n_steps
+        self._step = step
         self._last_s = 0.0
 
     def open(self) -> int:
-        return 0
+        return self._step
 
     def send(self, rows: Sequence[MetricsRow]) -> None:
         rate = statistics.median(row.tokens_per_s for row in rows)

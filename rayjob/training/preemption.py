@@ -7,25 +7,46 @@ in rank 0 waits on it, and rank 0's wish travels with the all-reduce of the step
 import asyncio
 import logging
 import threading
+import time
 from typing import Any
 
 import ray
 
 logger = logging.getLogger(__name__)
 
+_HEARING_TIMEOUT_S = 15.0  # a worker that trains hears at once; a starved machine is given time
+
 
 @ray.remote(num_cpus=0)
 class StopSignal:
-    """Holds one bit for the life of the driver; `wait` returns when it is set."""
+    """Holds one bit for the life of the driver; `wait` returns when it is set, `request` when rank 0 has heard."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._requested, self._heard = asyncio.Event(), asyncio.Event()
 
     async def request(self) -> None:
-        self._event.set()
+        self._requested.set()
+        await self._heard.wait()
 
     async def wait(self) -> None:
-        await self._event.wait()
+        await self._requested.wait()
+
+    async def acknowledge(self) -> None:
+        self._heard.set()
+
+
+class StopRequest:
+    """The driver's request; unheard when no worker trains: they are starting, or Ray waits for room for them."""
+
+    def __init__(self, signal: Any) -> None:
+        self._heard = signal.request.remote()
+        self._asked_at_s = time.monotonic()
+
+    @property
+    def is_unheard(self) -> bool:
+        if time.monotonic() - self._asked_at_s < _HEARING_TIMEOUT_S:
+            return False
+        return not ray.wait([self._heard], timeout=0)[0]
 
 
 class StopListener:
@@ -42,6 +63,7 @@ class StopListener:
     def _listen(self, signal: Any) -> None:
         try:
             ray.get(signal.wait.remote())
+            signal.acknowledge.remote()
         except ray.exceptions.RayActorError:
             logger.warning("The driver is gone, so nobody waits for this run any more: it stops after this step.")
         self._requested.set()

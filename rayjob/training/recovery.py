@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from model.checkpoint import load_config, load_trainer_state, verify_checkpoint
+from model.checkpoint import checkpoint_folders, load_config, load_trainer_state, verify_checkpoint
 from model.complete import CheckpointError
 from model.config import ModelConfig
 from rayjob.training.saving import RunState
@@ -25,7 +25,7 @@ def forget_ray_snapshot(run_folder: Path) -> None:
 
 def find_sound_checkpoint(run_folder: Path) -> Path | None:
     """Returns the newest checkpoint whose every file is as saved, warning about newer ones that are not."""
-    for folder in sorted(run_folder.glob("step_*"), reverse=True):
+    for folder in reversed(checkpoint_folders(run_folder)):
         try:
             verify_checkpoint(folder)
         except CheckpointError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from model.checkpoint import best_checkpoint, list_checkpoints, save_checkpoint
+from model.checkpoint import best_checkpoint, list_checkpoints, save_checkpoint, step_of
 from model.llama import Llama
 from rayjob.config import CheckpointConfig
 from rayjob.training.evaluation import Evaluation
@@ -98,14 +98,18 @@ def save_run(
         trainer_tensors=optimizer_tensors(model, optimizer),
         trainer_state=state.to_json(),
     )
-    prune(run_folder, keep)
+    prune(run_folder, state.step, keep)
     logger.info("saved %s in %.1f s", folder.name, time.monotonic() - started)
     return folder
 
 
-def prune(run_folder: Path, keep: int) -> None:
-    """Removes complete checkpoints but the newest `keep` and the best by validation loss."""
-    kept = {*list_checkpoints(run_folder)[-keep:], best_checkpoint(run_folder)}
-    for folder in list_checkpoints(run_folder):
+def prune(run_folder: Path, step: int, keep: int) -> None:
+    """Removes complete checkpoints up to `step` but the newest `keep` and the best by validation loss.
+
+    One beyond `step` is damaged, or the run would have gone on from it: it takes no sound one's place.
+    """
+    reached = [folder for folder in list_checkpoints(run_folder) if step_of(folder) <= step]
+    kept = {*reached[-keep:], best_checkpoint(run_folder)}
+    for folder in reached:
         if folder not in kept:
             shutil.rmtree(folder)

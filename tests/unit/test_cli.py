@@ -115,6 +115,12 @@ def test_plan_json_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(line)["steps"] == 560
 
 
+def test_plan_of_missing_paths_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "nowhere"
+    assert main(["plan", *TINY, f"storage={tmp_path}", f"data.paths=[{missing}]"]) == 2
+    assert str(missing) in capsys.readouterr().err
+
+
 def test_dead_cluster_in_ray_address_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

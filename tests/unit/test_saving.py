@@ -139,6 +139,24 @@ def test_leftover_of_an_interrupted_save_is_not_a_checkpoint(run: Run) -> None:
     assert find_sound_checkpoint(run.folder) == run.folder / "step_00000001"
 
 
+def test_complete_copy_under_another_name_is_not_a_checkpoint(run: Run) -> None:
+    run.train([None])
+    for name in ("step_00000009.tmp", "step_00000001.bak"):  # killed just before the rename; a person's copy
+        shutil.copytree(run.folder / "step_00000001", run.folder / name)
+    assert find_sound_checkpoint(run.folder) == run.folder / "step_00000001"
+
+
+def test_damaged_newer_checkpoint_takes_no_sound_ones_place(run: Run) -> None:
+    run.train([None, None])
+    damaged = run.folder / "step_00000009"
+    shutil.copytree(run.folder / "step_00000002", damaged)
+    weights = damaged / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the size is right, so it looks complete
+    run.train([None])
+    assert find_sound_checkpoint(run.folder) == run.folder / "step_00000003"
+
+
 def test_checkpoint_of_another_corpus_tokenizer_or_shape_is_refused_with_both_values(run: Run) -> None:
     run.train([None])
     saved = run.folder / "step_00000001"

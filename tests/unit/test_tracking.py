@@ -79,7 +79,7 @@ def test_progress_line_has_rate_eta_and_cost() -> None:
 
 def test_every_validation_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        Narration(10).send([row(1), row(2, val_loss=3.5), row(3), row(4, val_loss=3.4)])
+        Narration(10, 0).send([row(1), row(2, val_loss=3.5), row(3), row(4, val_loss=3.4)])
     assert "step 2/10 | loss 3.2140 | val 3.5000 (1.500 bits/byte)" in caplog.text
     assert "step 4/10" in caplog.text
 
