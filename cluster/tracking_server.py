@@ -89,9 +89,10 @@ def start(settings: Settings, storage: Path) -> None:
 
 def command(settings: Settings, folder: Path) -> list[str]:
     """Returns the command that serves the store in `folder` on loopback."""
+    store = f"{folder}/mlflow.db".replace("%", "%25").replace("?", "%3F")  # the two that mean something in a URI
     return [
         *(sys.executable, "-m", "mlflow", "server"),
-        *("--backend-store-uri", f"{SQLITE}{folder}/mlflow.db"),
+        *("--backend-store-uri", f"{SQLITE}{store}"),
         *("--artifacts-destination", str(folder / "artifacts")),
         *("--host", LOOPBACK),
         *("--port", str(settings.ports["MLFLOW_PORT"])),

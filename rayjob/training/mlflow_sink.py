@@ -22,7 +22,10 @@ _RUN_ID_FILE = "mlflow_run_id"
 
 def tracking_uri(config: JobConfig) -> str:
     """Returns the configured server, or the sqlite store in storage."""
-    return config.tracking.mlflow_uri or f"sqlite:///{config.storage_folder / 'mlflow' / 'mlflow.db'}"
+    if config.tracking.mlflow_uri:
+        return config.tracking.mlflow_uri
+    path = str(config.storage_folder / "mlflow" / "mlflow.db")
+    return "sqlite:///" + path.replace("%", "%25").replace("?", "%3F")  # the two that mean something in a URI
 
 
 def read_run_id(run_folder: Path) -> str | None:

@@ -1,0 +1,34 @@
+"""MLflow's sqlite store in storage: real, in a temporary folder."""
+
+from pathlib import Path
+
+from mlflow import MlflowClient
+
+from rayjob.config import DataConfig, JobConfig
+from rayjob.training.metrics import MetricsRow
+from rayjob.training.mlflow_sink import MlflowSink, read_run_id, tracking_uri
+
+
+def start(config: JobConfig) -> MlflowSink:
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    (config.run_folder / "config.yaml").write_text("seed: 0\n")
+    sink = MlflowSink(config)
+    sink.open()
+    return sink
+
+
+def test_any_storage_folder_and_any_change_of_settings_is_tracked_in_one_run(tmp_path: Path) -> None:
+    storage = tmp_path / "it's 100%20 a, b? #c"
+    row = MetricsRow(1, 0, 100, 3.0, 0.8, 1e-3, 1000.0, None, 0.3, float("nan"), 0.3, 1.5, 0.0, 1.0, 2.0)
+    start(JobConfig(storage=str(storage), data=DataConfig(paths=("a" * 7_000,)))).send([row])
+    changed = JobConfig(storage=str(storage), data=DataConfig(paths=("b" * 7_000,)))
+    sink = MlflowSink(changed)
+    assert sink.open() == 1, "the last step that is known"
+    assert (storage / "mlflow" / "mlflow.db").exists()
+    run_id = read_run_id(changed.run_folder)
+    assert run_id
+    client = MlflowClient(tracking_uri(changed))
+    run = client.get_run(run_id)
+    assert run.data.params["data.paths"].startswith("['aaa")
+    assert "-> ['bbb" in run.data.tags["changed.data.paths"]
+    assert [item.path for item in client.list_artifacts(run_id)] == ["config.yaml"]
