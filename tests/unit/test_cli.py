@@ -4,6 +4,8 @@ import json
 import socket
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 
@@ -132,3 +134,24 @@ def test_dead_cluster_in_ray_address_is_named(
             book(tmp_path / "books", f"{name}.txt", 300)
         assert run(tmp_path, f"data.paths=[{tmp_path / 'books'}]") == 2
     assert f"RAY_ADDRESS={address} does not answer" in capsys.readouterr().err
+
+
+def test_parquet_that_cannot_be_used_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    pq.write_table(pa.table({"sentence": ["a row"]}), folder / "column.parquet")
+    pq.write_table(pa.table({"text": [1.5]}), folder / "kind.parquet")
+    (folder / "cut.parquet").write_bytes((folder / "kind.parquet").read_bytes()[:-20])
+    assert run(tmp_path, "data.source=parquet", f"data.paths=[{folder}]") == 2
+    told = capsys.readouterr().err
+    assert "column.parquet: there is no column 'text'" in told
+    assert "kind.parquet: column 'text' (data.text_column) is of type double" in told
+    assert "cut.parquet is no whole Parquet file" in told
+
+
+def test_window_of_a_corpus_that_is_not_prepared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [*TINY, f"storage={tmp_path / 'storage'}", f"data.paths=[{book(tmp_path / 'books', 'a.txt', 99)}]"]
+    assert main(["show-window", *settings, "3"]) == 2
+    assert "not prepared: run `prepare`" in capsys.readouterr().err
+    assert main(["show-window", *settings, "5x"]) == 2
+    assert "'5x' is no window id" in capsys.readouterr().err

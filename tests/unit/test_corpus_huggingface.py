@@ -3,7 +3,6 @@
 import io
 import random
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from hub_stub import COMMIT, Hub, running
-
 from rayjob.config import DataConfig
 from rayjob.corpus import huggingface
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.huggingface import CHOICES, downloaded, fetch, read_pin
 from rayjob.corpus.sources import find_sources
+from tests.hub_stub import COMMIT, Hub, running
 
 FIRST, SECOND, THIRD = ((choice.repo, choice.revision) for choice in CHOICES)
 
