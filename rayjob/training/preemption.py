@@ -14,7 +14,7 @@ import ray
 
 logger = logging.getLogger(__name__)
 
-_HEARING_TIMEOUT_S = 15.0  # a worker that trains hears at once; a starved machine is given time
+_HEARING_TIMEOUT_S = 30.0  # a worker that trains hears at once; a starved machine is given time
 
 
 @ray.remote(num_cpus=0)
