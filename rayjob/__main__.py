@@ -167,7 +167,7 @@ def _work(command: str, config: JobConfig) -> int:
         logger.error("training failed: %s", error)
         return FAILED
     if outcome is Outcome.STOPPED:
-        logger.warning("stopped with a checkpoint saved: run the same command again to go on.")
+        logger.warning("stopped on request: run the same command again to go on.")
         return STOPPED
     if outcome is Outcome.BUDGET:
         logger.warning("cost.max_usd=%s is spent and a checkpoint saved: raise it to go on.", config.cost.max_usd)

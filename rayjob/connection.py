@@ -37,6 +37,8 @@ def connect() -> None:
         handler(signal.SIGTERM, None)
         raise ConnectCancelled("stopped while Ray was starting.") from error
     except ConnectionError as error:
+        if not address:
+            raise
         raise ConfigError([f"RAY_ADDRESS={address} cannot be used: {error}"]) from error
     finally:
         signal.signal(signal.SIGTERM, handler)

@@ -1,6 +1,7 @@
 """Validation loss, perplexity, next-token accuracy and bits per byte, over all windows of a token stream."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -61,12 +62,12 @@ def evaluate(
     return _summarise(_all_reduce(sums, device))
 
 
-def _batches(windows: Windows, batch_size: int) -> list[tuple[Tensor, Tensor]]:
+def _batches(windows: Windows, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     rank, n_workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     dealt = deal(np.arange(len(windows)), rank, n_workers, batch_size)
-    batches = [windows.batch(ids, len(ids)) for ids in dealt if len(ids)]
-    tail = windows.tail() if rank == 0 else None
-    return batches + ([tail] if tail else [])
+    yield from (windows.batch(ids, len(ids)) for ids in dealt if len(ids))
+    if rank == 0 and (tail := windows.tail()):
+        yield tail
 
 
 def _all_reduce(sums: Tensor, device: torch.device) -> Tensor:

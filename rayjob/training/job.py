@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import threading
+from pathlib import Path
 
 import ray
 import ray.train.torch

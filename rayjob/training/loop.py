@@ -33,7 +33,7 @@ from rayjob.training.recovery import find_sound_checkpoint, load_run
 from rayjob.training.sample import write_sample
 from rayjob.training.saving import RunState, save_run
 from rayjob.training.schedule import WindowOrder, learning_rate, max_steps
-from rayjob.training.step import Wishes, train_step
+from rayjob.training.step import Wishes, autocast, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     tokenizer = Tokenizer.load(task.tokenizer_folder)
     model, optimizer, state = _start_or_resume(config, Manifest.load(task.tokens_folder), tokenizer, device)
     ddp = _wrap(model, train, device)
-    _settle_buckets(ddp, feed)
+    _settle_buckets(ddp, feed, precision)
     recorder = Recorder(config, state, device, task.stop_signal) if dist.get_rank() == 0 else None
 
     for index in range(state.step, n_steps):
@@ -150,13 +150,15 @@ def _wrap(model: Llama, train: TrainConfig, device: torch.device) -> Distributed
     )
 
 
-def _settle_buckets(ddp: DistributedDataParallel, feed: StepFeed) -> None:
+def _settle_buckets(ddp: DistributedDataParallel, feed: StepFeed, precision: torch.dtype) -> None:
     """Lets DDP group its gradients before the first step.
 
     DDP regroups them after its first backward, and the order of summation depends on the groups. Without this a
     resumed run's first step would add in another order than the undisturbed run's.
     """
-    ddp(*feed.padding()).nats.backward()
+    with autocast(ddp.device, precision):  # as in a step: no other memory, and nothing compiled that no step uses
+        sums = ddp(*feed.padding())
+    sums.nats.backward()
     ddp.zero_grad(set_to_none=True)
 
 

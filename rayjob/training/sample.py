@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from model.generate import generate
+from model.generate import generate, room_left
 from model.llama import Llama
 from model.sampling import SamplingParams
 from model.tokenizer import Tokenizer
@@ -24,13 +24,13 @@ def write_sample(run_folder: Path, step: int, model: Llama, tokenizer: Tokenizer
 
 
 def _continue(model: Llama, tokenizer: Tokenizer, opening: str, seed: int) -> str:
-    prompt = tokenizer.encode_prompt(opening)
-    room = max(0, model.config.max_seq_len - len(prompt))
+    max_seq_len = model.config.max_seq_len
+    prompt = tokenizer.encode_prompt(opening)[:max_seq_len]
     tokens = generate(
         model,
         prompt,
         SamplingParams(),
-        max_new_tokens=min(_MAX_NEW_TOKENS, room),
+        max_new_tokens=min(_MAX_NEW_TOKENS, room_left(len(prompt), max_seq_len)),
         seed=seed,
         eos_id=tokenizer.eos_id,
     )

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 ROWS_PER_SEND = 64
 _RETRY_S = 5.0
 _FINISH_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 10.0  # who asked for a stop kills what takes long
 
 # Metric keys are `area/name_unit`, legal for every tracker.
 METRIC_KEYS = {
@@ -73,7 +74,7 @@ class Tracking:
         """Sends what is left and closes the sinks; gives up on a tracker that stays away."""
         self._status = status
         self._ended.set()
-        deadline_s = time.monotonic() + _FINISH_TIMEOUT_S
+        deadline_s = time.monotonic() + (_FINISH_TIMEOUT_S if status == "FINISHED" else _STOP_TIMEOUT_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():

@@ -122,6 +122,16 @@ def test_sigterm_while_ray_starts_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> 
         signal.signal(signal.SIGTERM, before)
 
 
+def test_address_that_ray_cannot_use_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise ConnectionError("no cluster found")
+
+    monkeypatch.setattr(connection.ray, "init", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS=auto cannot be used: no cluster found"):
+        connection.connect()
+
+
 def test_status_is_json_whatever_the_losses_are(config: JobConfig) -> None:
     writer = MetricsWriter(made(config.run_folder), 0)
     for val_loss in (3.5, float("nan")):

@@ -5,14 +5,17 @@ from pathlib import Path
 from mlflow import MlflowClient
 
 from rayjob.config import DataConfig, JobConfig
+from rayjob.corpus.card import CARD_FILES
 from rayjob.training.metrics import MetricsRow
 from rayjob.training.mlflow_sink import MlflowSink, read_run_id, tracking_uri
 
 
-def start(config: JobConfig) -> MlflowSink:
+def start(config: JobConfig, tokens_folder: Path) -> MlflowSink:
     config.run_folder.mkdir(parents=True, exist_ok=True)
     (config.run_folder / "config.yaml").write_text("seed: 0\n")
-    sink = MlflowSink(config)
+    for name in CARD_FILES:
+        (tokens_folder / name).write_text("the corpus\n")
+    sink = MlflowSink(config, tokens_folder)
     sink.open()
     return sink
 
@@ -20,9 +23,9 @@ def start(config: JobConfig) -> MlflowSink:
 def test_any_storage_folder_and_any_change_of_settings_is_tracked_in_one_run(tmp_path: Path) -> None:
     storage = tmp_path / "it's 100%20 a, b? #c"
     row = MetricsRow(1, 0, 100, 3.0, 0.8, 1e-3, 1000.0, None, 0.3, float("nan"), 0.3, 1.5, 0.0, 1.0, 2.0)
-    start(JobConfig(storage=str(storage), data=DataConfig(paths=("a" * 7_000,)))).send([row])
+    start(JobConfig(storage=str(storage), data=DataConfig(paths=("a" * 7_000,))), tmp_path).send([row])
     changed = JobConfig(storage=str(storage), data=DataConfig(paths=("b" * 7_000,)))
-    sink = MlflowSink(changed)
+    sink = MlflowSink(changed, tmp_path)
     assert sink.open() == 1, "the last step that is known"
     assert (storage / "mlflow" / "mlflow.db").exists()
     run_id = read_run_id(changed.run_folder)
@@ -31,4 +34,4 @@ def test_any_storage_folder_and_any_change_of_settings_is_tracked_in_one_run(tmp
     run = client.get_run(run_id)
     assert run.data.params["data.paths"].startswith("['aaa")
     assert "-> ['bbb" in run.data.tags["changed.data.paths"]
-    assert [item.path for item in client.list_artifacts(run_id)] == ["config.yaml"]
+    assert [item.path for item in client.list_artifacts(run_id)] == ["config.yaml", "corpus"]

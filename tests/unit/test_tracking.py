@@ -60,15 +60,19 @@ def test_rows_of_an_outage_arrive_later_each_once(
     assert caplog.text.count("the tracker is away") == 1, "one warning for an outage, not one a step"
 
 
+@pytest.mark.parametrize(
+    ("limit", "status"),
+    [("_FINISH_TIMEOUT_S", "FINISHED"), ("_STOP_TIMEOUT_S", "KILLED"), ("_STOP_TIMEOUT_S", "FAILED")],
+)
 def test_tracker_that_stays_away_does_not_hold_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    limit: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracking, "_RETRY_S", 0.01)
-    monkeypatch.setattr(tracking, "_FINISH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tracking, limit, 0.2)
     MetricsWriter(tmp_path, 0).write(row(1))
     tracker = FlakyTracker(failures=10**9)
     tracker.steps = [0]
-    Tracking(tmp_path, [tracker]).finish("KILLED")
+    Tracking(tmp_path, [tracker]).finish(status)
     assert "flaky did not take everything" in caplog.text
 
 
