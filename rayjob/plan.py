@@ -5,6 +5,7 @@ from typing import Any
 from rayjob.config import JobConfig
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import find_prepared
+from rayjob.corpus.rows import inspect_files
 from rayjob.corpus.sources import find_sources
 from rayjob.hardware import GPUS, Gpu
 from rayjob.training.schedule import WindowOrder, max_steps
@@ -66,8 +67,17 @@ def _train_tokens(config: JobConfig) -> tuple[int, str]:
     if config.data.source == "huggingface":
         tokens = _BOOKCORPUS_TOKENS if config.data.dedup else _BOOKCORPUS_TOKENS_WITH_COPIES
         return int(share * tokens), "estimated: BookCorpus, not prepared yet"
-    n_bytes = sum(source.bytes for source in find_sources(config.data, config.storage_folder))
+    n_bytes = _text_bytes(config)
     return int(share * n_bytes / _BYTES_PER_TOKEN), f"estimated: {n_bytes:,} bytes at {_BYTES_PER_TOKEN} a token"
+
+
+def _text_bytes(config: JobConfig) -> int:
+    """Bytes of text in the sources: of Parquet the unpacked column, as the footers tell it."""
+    data = config.data
+    sources = find_sources(data, config.storage_folder)
+    if data.source == "parquet":
+        return sum(sum(file.group_bytes) for file in inspect_files(sources, data.text_column, data.doc_column))
+    return sum(source.bytes for source in sources)
 
 
 def _on(gpu: Gpu, config: JobConfig, flops: float) -> dict[str, Any]:

@@ -31,6 +31,27 @@ class RepeatedRun(NamedTuple):
     original: int
 
 
+class RunSet:
+    """A set of run hashes, sorted; a table of their low bits rules out most others without a search."""
+
+    _TABLE_BITS = 24
+
+    def __init__(self, runs: Hashes) -> None:
+        self.runs = np.unique(runs)
+        self._may_hold = np.zeros(2**self._TABLE_BITS, dtype=bool)
+        self._may_hold[self._low_bits(self.runs)] = True
+
+    def find(self, runs: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Places in `runs` of those that are in the set, and their numbers in the set."""
+        places = np.flatnonzero(self._may_hold[self._low_bits(runs)])
+        numbers = np.searchsorted(self.runs, runs[places])
+        is_held = self.runs[np.minimum(numbers, len(self.runs) - 1)] == runs[places]
+        return places[is_held], numbers[is_held]
+
+    def _low_bits(self, runs: Hashes) -> Hashes:
+        return runs & np.uint64(2**self._TABLE_BITS - 1)
+
+
 def find_repeats(hashes: Hashes) -> tuple[Flags, list[RepeatedRun]]:
     """Which rows are repeated, and the runs of them in order.
 
@@ -106,13 +127,9 @@ def _bounds(flags: Flags) -> list[tuple[int, int]]:
 
 def _first_places(runs: Hashes, places: list[int]) -> list[int]:
     """The first place at which the run of each place stands."""
-    wanted, which = np.unique(runs[places], return_inverse=True)
-    first = np.full(len(wanted), len(runs), dtype=np.int64)
+    wanted = RunSet(runs[places])
+    first = np.full(len(wanted.runs), len(runs), dtype=np.int64)
     for start, end in slabs(len(runs)):
-        if not len(wanted):
-            break
-        slab = runs[start:end]
-        found = np.minimum(np.searchsorted(wanted, slab), len(wanted) - 1)
-        hits = np.flatnonzero(wanted[found] == slab)
-        np.minimum.at(first, found[hits], start + hits)
-    return [int(place) for place in first[which]]
+        found, numbers = wanted.find(runs[start:end])
+        np.minimum.at(first, numbers, start + found)
+    return [int(place) for place in first[np.searchsorted(wanted.runs, runs[places])]]

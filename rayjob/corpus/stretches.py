@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayjob.corpus.errors import CorpusError
-from rayjob.corpus.repeats import REPEAT_ROWS, SLAB_ROWS, Flags, Hashes, run_hashes, slabs
+from rayjob.corpus.repeats import REPEAT_ROWS, Flags, Hashes, RunSet, run_hashes, slabs
 from rayjob.corpus.split import OVERSHOOT, UNDERSHOOT, choose_validation
 
 MEAN_ROWS = 256  # 16 to 25 kB of text: many windows of training, and 200,000 stretches in BookCorpus
@@ -97,16 +97,13 @@ def _shared_rows(hashes: Hashes, is_held: Flags) -> npt.NDArray[np.int64]:
     """Rows of validation at which a run begins that stands in training too."""
     rows = np.flatnonzero(is_held)
     runs = run_hashes(hashes[rows])
-    known = np.sort(runs)
-    if not len(known):
+    if not len(runs):
         return rows[:0]
-    shared: list[npt.NDArray[np.uint64]] = []
+    held_runs = RunSet(runs)
+    is_shared = np.zeros(len(held_runs.runs), dtype=bool)
     carried = hashes[:0]
-    for start in range(0, len(hashes), SLAB_ROWS):
-        part = slice(start, start + SLAB_ROWS)
-        training = np.concatenate([carried, hashes[part][~is_held[part]]])
-        slab = run_hashes(training)
-        found = known[np.minimum(np.searchsorted(known, slab), len(known) - 1)]
-        shared.append(slab[found == slab])
+    for start, end in slabs(len(hashes)):
+        training = np.concatenate([carried, hashes[start:end][~is_held[start:end]]])
+        is_shared[held_runs.find(run_hashes(training))[1]] = True
         carried = training[-(REPEAT_ROWS - 1) :]
-    return rows[: len(runs)][np.isin(runs, np.concatenate(shared))]
+    return rows[: len(runs)][np.isin(runs, held_runs.runs[is_shared])]

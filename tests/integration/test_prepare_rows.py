@@ -22,9 +22,11 @@ from rayjob.corpus import rows, tokenize
 from rayjob.corpus.blocks import SPLITS, token_stream
 from rayjob.corpus.card import CARD_FILES
 from rayjob.corpus.errors import CorpusError
+from rayjob.corpus.huggingface import CHOICES
 from rayjob.corpus.lookup import find_window
-from rayjob.corpus.prepare import PreparedCorpus, find_prepared, prepare
+from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared, prepare
 from rayjob.plan import make_plan
+from tests.hub_stub import COMMIT, Hub, running
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -213,6 +215,23 @@ def test_plan_after_prepare_counts_instead_of_estimating(tmp_path: Path, corpus:
     plan = make_plan(job)
     assert plan["corpus_tokens"] == prepared.manifest.train.tokens
     assert plan["corpus_tokens_basis"].startswith("counted")
+
+
+def test_bookcorpus_of_the_hub_is_fetched_prepared_and_its_commit_recorded(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is a stub on a loopback port; its client and all else are real."""
+    files = {f"plain_text/train/{path.name}": path.read_bytes() for path in corpus.iterdir()}
+    first = CHOICES[0]
+    with running(Hub({(first.repo, first.revision): files})) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        data = DataConfig(source="huggingface", detokenize=True, lowercase=True, val_fraction=0.1)
+        assert check(data, VOCAB, tmp_path / "s", MAX_SEQ_LEN) == []
+    prepared = prepare(data, VOCAB, tmp_path / "s", MAX_SEQ_LEN)
+    assert prepared.manifest.origin == {"repo": first.repo, "revision": first.revision, "commit": COMMIT}
+    local = run(corpus, tmp_path / "local").manifest
+    assert [block.tokens for block in prepared.manifest.train.blocks] == [block.tokens for block in local.train.blocks]
+    assert prepared.manifest.totals == local.totals
 
 
 def test_documents_of_a_column_end_in_one_eos(tmp_path: Path) -> None:

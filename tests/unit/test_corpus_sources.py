@@ -108,6 +108,19 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.
     assert find_sources(data, tmp_path) == before
 
 
+def test_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    books = write(tmp_path / "books", a_txt="a", b_txt="b")
+
+    def refuse(path: str) -> str:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("rayjob.corpus.sources.sha256_of", refuse)
+    with pytest.raises(CorpusError) as raised:
+        names(tmp_path, books)
+    assert len(raised.value.problems) == 2
+    assert "b.txt cannot be read: [Errno 13] Permission denied" in raised.value.problems[1]
+
+
 @pytest.mark.parametrize("cache", [b"", b"[1, 2]", b'{"x": 3}', b"\xff"])
 def test_damaged_cache_of_hashes_is_replaced(tmp_path: Path, cache: bytes) -> None:
     books = write(tmp_path / "books", a_txt="a")
