@@ -150,6 +150,7 @@ def _work(command: str, config: JobConfig) -> int:
     from rayjob import commands
     from rayjob.connection import ConnectCancelled
     from rayjob.lock import LockedError, WaitCancelled
+    from rayjob.training.failure import RunFailedError
     from rayjob.training.job import Outcome
 
     try:
@@ -163,7 +164,7 @@ def _work(command: str, config: JobConfig) -> int:
     except KeyboardInterrupt:
         logger.error("interrupted before a checkpoint was saved: the next start goes on from the one before.")
         return FAILED
-    except TrainingFailedError as error:
+    except (RunFailedError, TrainingFailedError) as error:
         logger.error("training failed: %s", error)
         return FAILED
     if outcome is Outcome.STOPPED:

@@ -25,12 +25,14 @@ from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
+from rayjob.training.failure import forget_failure, raise_failure
 from rayjob.training.loop import TrainTask, train_loop
-from rayjob.training.metrics import cut_metrics
+from rayjob.training.metrics import Spent, cut_metrics, read_spent
 from rayjob.training.mlflow_sink import MlflowSink
 from rayjob.training.narration import Narration
 from rayjob.training.preemption import StopRequest, StopSignal
 from rayjob.training.recovery import find_sound_checkpoint, forget_ray_snapshot, load_run
+from rayjob.training.saving import RunIdentity
 from rayjob.training.schedule import WindowOrder, max_steps
 from rayjob.training.tensorboard_sink import TensorboardSink
 from rayjob.training.tracking import Sink, Tracking
@@ -69,14 +71,13 @@ def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
     """Returns the step of the run's newest sound checkpoint, 0 if it has none.
 
     Raises:
-        CheckpointError: it is of another corpus, tokenizer or shape.
+        CheckpointError: it is of another corpus, tokenizer, shape, seed or batch size.
     """
     folder = find_sound_checkpoint(config.run_folder)
     if folder is None:
         return 0
-    tokenizer = Tokenizer.load(corpus.tokenizer_folder)
-    _, state = load_run(folder, config.model, corpus.manifest.hash, tokenizer.hash)
-    return state.step
+    identity = RunIdentity.of(config, corpus.manifest.hash, Tokenizer.load(corpus.tokenizer_folder).hash)
+    return load_run(folder, config.model, identity)[1].step
 
 
 def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> Outcome:
@@ -88,18 +89,22 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
 
     Raises:
         ConfigError: the cluster has too few GPUs.
+        RunFailedError: a loss or gradient is not finite.
         ray.train.TrainingFailedError: more failures than the budget allows.
     """
     _check_gpus(config)
     run_folder = config.run_folder
     _write_config(config)
     forget_ray_snapshot(run_folder)
+    forget_failure(run_folder)
     n_steps, step = steps_of_run(config, corpus), step_to_go_on_from(config, corpus)
+    spent = read_spent(run_folder)
     cut_metrics(run_folder, step)  # before anybody follows rows that will be written again
     tracking = Tracking(run_folder, _sinks(config, corpus.tokens_folder, n_steps, step))
     status = "FAILED"
     try:
-        _fit(config, corpus, stop)
+        _fit(config, corpus, spent, stop)
+        raise_failure(run_folder)
         is_done = latest_step(config) >= n_steps
         status = "FINISHED" if is_done else "KILLED"
     finally:
@@ -109,11 +114,11 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
     return Outcome.STOPPED if stop.is_set() else Outcome.BUDGET
 
 
-def _fit(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> None:
+def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event) -> None:
     """Runs fit() to its end in a thread; passes a stop on and an error up."""
     os.environ.update({name: os.environ.get(name, value) for name, value in _RAY_TRAIN_SETTINGS.items()})
     stop_signal = StopSignal.remote()  # type: ignore[attr-defined]
-    task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, stop_signal)
+    task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, spent, stop_signal)
     trainer = _build_trainer(config, task)
     errors: list[BaseException] = []
 

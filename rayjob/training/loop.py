@@ -26,14 +26,16 @@ from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest
 from rayjob.training.evaluation import Evaluation, evaluate
+from rayjob.training.failure import write_failure
 from rayjob.training.feed import StepFeed, open_windows
+from rayjob.training.metrics import Spent
 from rayjob.training.optimizer import build_optimizer, load_optimizer_tensors
 from rayjob.training.recorder import Recorder
 from rayjob.training.recovery import find_sound_checkpoint, load_run
 from rayjob.training.sample import write_sample
-from rayjob.training.saving import RunState, save_run
+from rayjob.training.saving import RunIdentity, RunState, save_run
 from rayjob.training.schedule import WindowOrder, learning_rate, max_steps
-from rayjob.training.step import Wishes, autocast, train_step
+from rayjob.training.step import NonFiniteError, Wishes, autocast, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class TrainTask:
     config: JobConfig
     tokens_folder: Path
     tokenizer_folder: Path
+    spent: Spent  # before this driver, steps that are done again included
     stop_signal: Any  # handle of a StopSignal actor
 
 
@@ -66,21 +69,27 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     model, optimizer, state = _start_or_resume(config, Manifest.load(task.tokens_folder), tokenizer, device)
     ddp = _wrap(model, train, device)
     _settle_buckets(ddp, feed, precision)
-    recorder = Recorder(config, state, device, task.stop_signal) if dist.get_rank() == 0 else None
+    recorder = Recorder(config, state, task.spent, device, task.stop_signal) if dist.get_rank() == 0 else None
 
     for index in range(state.step, n_steps):
         batch = feed.step_batch(index)
         lr = learning_rate(config.optimizer, index, n_steps)
-        result = train_step(
-            ddp,
-            optimizer,
-            batch.micro_batches,
-            n_tokens=batch.n_tokens,
-            lr=lr,
-            grad_clip=train.grad_clip,
-            precision=precision,
-            wishes=recorder.wishes(index + 1) if recorder else Wishes(),
-        )
+        try:
+            result = train_step(
+                ddp,
+                optimizer,
+                batch.micro_batches,
+                n_tokens=batch.n_tokens,
+                lr=lr,
+                grad_clip=train.grad_clip,
+                precision=precision,
+                wishes=recorder.wishes(index + 1) if recorder else Wishes(),
+            )
+        except NonFiniteError as error:
+            # The same step would fail in the same way again, so this is an end and not a failure to retry.
+            if recorder:
+                write_failure(config.run_folder, f"step {index + 1}: {error}", order.window_ids(index).tolist())
+            return
         state = state.after_step(batch.n_tokens)
         step_s = batch.seconds_since_start()
         evaluation = None
@@ -118,6 +127,7 @@ def _set_up_device(n_workers: int) -> torch.device:
 def _start_or_resume(
     config: JobConfig, manifest: Manifest, tokenizer: Tokenizer, device: torch.device
 ) -> tuple[Llama, torch.optim.AdamW, RunState]:
+    identity = RunIdentity.of(config, manifest.hash, tokenizer.hash)
     # Rank 0 looks and tells the others, so that all go on from the same folder.
     found = [find_sound_checkpoint(config.run_folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, device=device)
@@ -125,10 +135,10 @@ def _start_or_resume(
     if folder is None:
         model = Llama(config.model)
         model.init_weights(config.seed)
-        state = RunState(manifest_hash=manifest.hash, tokenizer_hash=tokenizer.hash)
+        state = RunState(identity)
         model.to(device)
         return model, build_optimizer(model, config.optimizer), state
-    tensors, state = load_run(folder, config.model, manifest.hash, tokenizer.hash)
+    tensors, state = load_run(folder, config.model, identity)
     model = load_model(folder, device=str(device)).train()
     optimizer = build_optimizer(model, config.optimizer)
     load_optimizer_tensors(model, optimizer, tensors, state.step)

@@ -7,7 +7,7 @@ off, so no step stands in it twice.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from rayjob.atomic import write_atomically
 
@@ -68,6 +68,19 @@ def cut_metrics(run_folder: Path, step: int) -> None:
     """Cuts off the rows beyond `step`, and a torn one; makes the file if there is none."""
     kept = [row.to_csv() for row in read_metrics(run_folder) if row.step <= step]
     write_atomically(run_folder / METRICS_FILE, (",".join(COLUMNS) + "\n" + "".join(kept)).encode())
+
+
+class Spent(NamedTuple):
+    """What a run has taken so far; a lost step was paid for too."""
+
+    elapsed_s: float
+    cost_usd: float
+
+
+def read_spent(run_folder: Path) -> Spent:
+    """Returns what the run had taken at its newest row, before rows are cut off."""
+    rows = list(read_metrics(run_folder))
+    return Spent(rows[-1].elapsed_s, rows[-1].cost_usd) if rows else Spent(0.0, 0.0)
 
 
 def read_metrics(run_folder: Path) -> Iterator[MetricsRow]:

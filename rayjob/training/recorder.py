@@ -10,7 +10,7 @@ import torch
 from rayjob.config import JobConfig
 from rayjob.hardware import find_gpu, mfu_pct
 from rayjob.training.feed import StepBatch
-from rayjob.training.metrics import MetricsRow, MetricsWriter
+from rayjob.training.metrics import MetricsRow, MetricsWriter, Spent, read_spent
 from rayjob.training.preemption import StopListener
 from rayjob.training.saving import RunState, SavePolicy
 from rayjob.training.step import StepResult, Wishes
@@ -26,16 +26,21 @@ class Recorder:
     Args:
         config: the job's.
         state: where this attempt starts.
+        spent: by earlier drivers.
         device: of the worker.
         stop_signal: handle of a StopSignal actor.
     """
 
-    def __init__(self, config: JobConfig, state: RunState, device: torch.device, stop_signal: Any) -> None:
+    def __init__(
+        self, config: JobConfig, state: RunState, spent: Spent, device: torch.device, stop_signal: Any
+    ) -> None:
         self._config = config
         self._stop = StopListener(stop_signal)
         self._policy = SavePolicy(config.checkpoint)
+        # An earlier worker group of this driver may have come further than the driver knew of at its start.
+        self._spent = max(spent, Spent(state.elapsed_s, state.cost_usd), read_spent(config.run_folder))
         self._metrics = MetricsWriter(config.run_folder, state.step)
-        self._started_at_s = time.monotonic() - state.elapsed_s
+        self._started_at_s = time.monotonic()
         self._gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if device.type == "cuda" and self._gpu is None:
             logger.warning("No peak is known for %s: mfu_pct stays empty.", torch.cuda.get_device_name(device))
@@ -45,14 +50,14 @@ class Recorder:
     def wishes(self, step: int) -> Wishes:
         """Returns what rank 0 asks of all workers at the end of `step`."""
         max_usd = self._config.cost.max_usd
-        is_spent = max_usd is not None and self._cost_usd(self._elapsed_s()) >= max_usd
+        is_spent = max_usd is not None and self._spent_so_far().cost_usd >= max_usd
         return Wishes(stop=self._stop.is_requested or is_spent, save=self._policy.is_due(step))
 
     def record(
         self, state: RunState, epoch: int, batch: StepBatch, step_s: float, lr: float, result: StepResult
     ) -> RunState:
         """Writes the row of a step and returns the state with the time so far."""
-        state = state.at_time(self._elapsed_s())
+        state = state.at_cost(*self._spent_so_far())
         tokens_per_s = batch.n_tokens / step_s
         self._metrics.write(
             MetricsRow(
@@ -68,7 +73,7 @@ class Recorder:
                 val_loss=state.val_loss,
                 val_accuracy=state.val_accuracy,
                 val_bits_per_byte=state.val_bits_per_byte,
-                cost_usd=self._cost_usd(state.elapsed_s),
+                cost_usd=state.cost_usd,
                 elapsed_s=state.elapsed_s,
                 wall_time=time.time(),
             )
@@ -78,11 +83,10 @@ class Recorder:
     def saved(self) -> None:
         self._policy.saved()
 
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._started_at_s
-
-    def _cost_usd(self, elapsed_s: float) -> float:
-        return elapsed_s / 3600 * self._config.cost.gpu_usd_per_hour * self._config.train.num_workers
+    def _spent_so_far(self) -> Spent:
+        elapsed_s = time.monotonic() - self._started_at_s
+        usd_per_s = self._config.cost.gpu_usd_per_hour * self._config.train.num_workers / 3600
+        return Spent(self._spent.elapsed_s + elapsed_s, self._spent.cost_usd + elapsed_s * usd_per_s)
 
     def _mfu_pct(self, tokens_per_s: float) -> float | None:
         if self._gpu is None:

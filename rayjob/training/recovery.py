@@ -4,6 +4,7 @@ The folder is the truth. Ray Train's snapshot of it is written at another moment
 name folders that are gone, and then fit() fails; it is removed before every start and made anew by the next report.
 """
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from model.checkpoint import checkpoint_folders, load_config, load_trainer_state, verify_checkpoint
 from model.complete import CheckpointError
 from model.config import ModelConfig
-from rayjob.training.saving import RunState
+from rayjob.training.saving import RunIdentity, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -35,24 +36,20 @@ def find_sound_checkpoint(run_folder: Path) -> Path | None:
     return None
 
 
-def load_run(
-    folder: Path, model: ModelConfig, manifest_hash: str, tokenizer_hash: str
-) -> tuple[dict[str, Tensor], RunState]:
+def load_run(folder: Path, model: ModelConfig, identity: RunIdentity) -> tuple[dict[str, Tensor], RunState]:
     """Returns the optimizer's tensors and the state saved in a sound checkpoint.
 
     Raises:
-        CheckpointError: if it is of another corpus, tokenizer or shape; both values are named.
+        CheckpointError: if it is of another run or shape; both values are named.
     """
     tensors, saved = load_trainer_state(folder)
     state = RunState.from_json(saved)
-    for name, mine, theirs in (
-        ("tokenizer", tokenizer_hash, state.tokenizer_hash),
-        ("corpus", manifest_hash, state.manifest_hash),
-        ("model", model, load_config(folder)),
-    ):
-        if mine != theirs:
+    mine = dataclasses.asdict(identity) | {"model": model}
+    theirs = dataclasses.asdict(state.identity) | {"model": load_config(folder)}
+    for name in mine:
+        if mine[name] != theirs[name]:
             raise CheckpointError(
-                f"{folder} was trained with {name} {theirs}, but the configuration gives {name} {mine}: "
+                f"{folder} was trained with {name} {theirs[name]}, but the configuration gives {name} {mine[name]}: "
                 "choose another run_name, or restore the configuration of the run."
             )
     return tensors, state

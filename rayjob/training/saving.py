@@ -13,7 +13,7 @@ import torch
 
 from model.checkpoint import best_checkpoint, list_checkpoints, save_checkpoint, step_of
 from model.llama import Llama
-from rayjob.config import CheckpointConfig
+from rayjob.config import CheckpointConfig, JobConfig
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.optimizer import optimizer_tensors
 
@@ -21,14 +21,28 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What, beside the model's shape, stays the same over a run: another one would be another run."""
+
+    corpus: str  # hash of the manifest
+    tokenizer: str
+    seed: int
+    global_batch_size: int  # with the seed it decides which windows belong to a step
+
+    @classmethod
+    def of(cls, config: JobConfig, corpus: str, tokenizer: str) -> "RunIdentity":
+        return cls(corpus, tokenizer, config.seed, config.train.global_batch_size)
+
+
+@dataclass(frozen=True, slots=True)
 class RunState:
     """Everything a run is beside its tensors; with (seed, step) it determines what comes next."""
 
-    manifest_hash: str
-    tokenizer_hash: str
+    identity: RunIdentity
     step: int = 0
     tokens: int = 0
-    elapsed_s: float = 0.0  # training time over all attempts
+    elapsed_s: float = 0.0  # training time over all attempts, that of lost steps included
+    cost_usd: float = 0.0  # likewise
     val_loss: float | None = None  # of this step's weights, where they were evaluated
     val_accuracy: float | None = None
     val_bits_per_byte: float | None = None
@@ -52,15 +66,16 @@ class RunState:
             val_bits_per_byte=evaluation.bits_per_byte,
         )
 
-    def at_time(self, elapsed_s: float) -> "RunState":
-        return dataclasses.replace(self, elapsed_s=elapsed_s)
+    def at_cost(self, elapsed_s: float, cost_usd: float) -> "RunState":
+        return dataclasses.replace(self, elapsed_s=elapsed_s, cost_usd=cost_usd)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "RunState":
-        return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
+        fields = {field.name: state[field.name] for field in dataclasses.fields(cls)}
+        return cls(**fields | {"identity": RunIdentity(**fields["identity"])})
 
 
 class SavePolicy:

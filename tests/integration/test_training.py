@@ -250,3 +250,16 @@ def test_second_driver_of_a_run_is_refused(corpus: Path, storage: Path) -> None:
     assert job.start().wait(timeout=60) == 2
     assert f"run twice is in use by process {first.pid}" in job.log.read_text()
     assert first.wait(timeout=240) == 0
+
+
+def test_loss_that_is_not_finite_ends_the_run_with_the_reason_and_a_sound_checkpoint(
+    corpus: Path, storage: Path
+) -> None:
+    job = Job(corpus, storage, "exploded", "optimizer.lr=1e30", "optimizer.min_lr=1e30", "checkpoint.interval_steps=1")
+    assert job.run() == 1
+    assert job.status()["restarts"] == 0, "a retry would repeat it"
+    assert job.status()["stage"] == "failed"
+    last = job.rows()[-1].step if job.rows() else 0
+    assert f"step {last + 1}: loss" in job.log.read_text()
+    for checkpoint in list_checkpoints(job.run_folder):
+        load_model(checkpoint)  # refuses weights that are not finite

@@ -1,10 +1,11 @@
 """metrics.csv and those who follow it."""
 
+import dataclasses
 import threading
 from pathlib import Path
 
 from rayjob.training.follow import MetricsTail, follow
-from rayjob.training.metrics import METRICS_FILE, MetricsRow, MetricsWriter, read_metrics
+from rayjob.training.metrics import METRICS_FILE, MetricsRow, MetricsWriter, Spent, read_metrics, read_spent
 
 
 def row(step: int, loss: float = 0.1 + 0.2) -> MetricsRow:
@@ -55,3 +56,12 @@ def test_follow_reads_the_last_rows_after_the_end(tmp_path: Path) -> None:
     ended = threading.Event()
     ended.set()
     assert [each.step for rows in follow(MetricsTail(tmp_path, 0), ended) for each in rows] == [1]
+
+
+def test_lost_steps_were_paid_for(tmp_path: Path) -> None:
+    assert read_spent(tmp_path) == Spent(0.0, 0.0)
+    writer = MetricsWriter(tmp_path, 0)
+    for step in range(1, 4):
+        writer.write(dataclasses.replace(row(step), elapsed_s=10.0 * step, cost_usd=0.5 * step))
+    writer.close()
+    assert read_spent(tmp_path) == Spent(30.0, 1.5)

@@ -17,7 +17,7 @@ from model.tokenizer import Tokenizer, train_tokenizer
 from rayjob.config import CheckpointConfig, OptimizerConfig
 from rayjob.training.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from rayjob.training.recovery import find_sound_checkpoint, load_run
-from rayjob.training.saving import RunState, SavePolicy, save_run
+from rayjob.training.saving import RunIdentity, RunState, SavePolicy, save_run
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONFIG = ModelConfig(vocab_size=290, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
 
 
+IDENTITY = RunIdentity("corpus", "tokenizer", seed=7, global_batch_size=16)
+
+
 class Run:
     """A model that takes real steps and saves as a run does."""
 
@@ -39,7 +42,7 @@ class Run:
         self.model = Llama(CONFIG)
         self.model.init_weights(0)
         self.optimizer = build_optimizer(self.model, OptimizerConfig())
-        self.state = RunState("corpus", "tokenizer")
+        self.state = RunState(IDENTITY)
 
     def step(self) -> float:
         tokens = torch.arange(8)[None] + self.state.step
@@ -84,7 +87,7 @@ def test_a_checkpoint_without_a_score_is_never_the_best_and_never_evicts_it(run:
 def test_resumed_optimizer_takes_the_same_step(run: Run, tmp_path: Path) -> None:
     run.train([None, None])
     saved = run.folder / "step_00000002"
-    tensors, state = load_run(saved, CONFIG, "corpus", "tokenizer")
+    tensors, state = load_run(saved, CONFIG, IDENTITY)
     model = load_model(saved).train()
     optimizer = build_optimizer(model, OptimizerConfig())
     load_optimizer_tensors(model, optimizer, tensors, state.step)
@@ -161,11 +164,15 @@ def test_checkpoint_of_another_corpus_tokenizer_or_shape_is_refused_with_both_va
     run.train([None])
     saved = run.folder / "step_00000001"
     with pytest.raises(CheckpointError, match="corpus corpus, but the configuration gives corpus other"):
-        load_run(saved, CONFIG, "other", "tokenizer")
+        load_run(saved, CONFIG, dataclasses.replace(IDENTITY, corpus="other"))
     with pytest.raises(CheckpointError, match="tokenizer tokenizer, but the configuration gives tokenizer other"):
-        load_run(saved, CONFIG, "corpus", "other")
+        load_run(saved, CONFIG, dataclasses.replace(IDENTITY, tokenizer="other"))
     with pytest.raises(CheckpointError, match="d_ff=16.*d_ff=32"):
-        load_run(saved, dataclasses.replace(CONFIG, d_ff=32), "corpus", "tokenizer")
+        load_run(saved, dataclasses.replace(CONFIG, d_ff=32), IDENTITY)
+    with pytest.raises(CheckpointError, match="seed 7, but the configuration gives seed 8"):
+        load_run(saved, CONFIG, dataclasses.replace(IDENTITY, seed=8))
+    with pytest.raises(CheckpointError, match="global_batch_size 16, but the configuration gives global_batch_size 32"):
+        load_run(saved, CONFIG, dataclasses.replace(IDENTITY, global_batch_size=32))
 
 
 def test_saves_are_due_by_steps_or_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
