@@ -70,3 +70,10 @@ def test_files_that_the_readme_names_exist() -> None:
     words = [word for _, command in readme_commands() for word in shlex.split(command)]
     named = [word for word in words if word.startswith(("rayjob/", "serving/", "cluster/", "model/"))]
     assert [word for word in named if not (REPOSITORY / word).exists()] == []
+
+
+def test_every_file_of_the_product_has_its_line() -> None:
+    folders = [REPOSITORY / name for name in ("model", "rayjob", "serving", "cluster")]
+    files = [path.relative_to(REPOSITORY) for folder in folders for path in folder.rglob("*.py")]
+    readme = (REPOSITORY / "README.md").read_text()
+    assert [str(file) for file in files if file.name != "__init__.py" and f"| `{file}` |" not in readme] == []
