@@ -60,7 +60,9 @@ def test_download_that_is_cut_goes_on_where_it_was(tmp_path: Path, hub: Hub, mon
     hub.cut_after = 20_000
     fetch(None, tmp_path)
     assert contents(tmp_path) == FILES
-    assert hub.ranges == ["bytes=20000-"]
+    (resumed,) = hub.ranges
+    # A connection that is cut may take with it what the client had not read yet.
+    assert 0 < int(resumed.removeprefix("bytes=").removesuffix("-")) <= 20_000
 
 
 def test_download_that_was_killed_goes_on_with_the_same_commit(
