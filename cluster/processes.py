@@ -65,11 +65,16 @@ def all_processes() -> dict[int, Process]:
 
 def carries_marker(pid: int, marker: str) -> bool:
     """Says whether the process was started with our marker in its environment."""
+    return environment_of(pid).get(MARKER) == marker
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Returns the variables that a process was started with; empty if it may not be looked into."""
     try:
         environment = (PROC / str(pid) / "environ").read_bytes()
     except OSError:
-        return False
-    return f"{MARKER}={marker}".encode() in environment.split(b"\0")
+        return {}
+    return dict(line.split("=", 1) for line in os.fsdecode(environment).split("\0") if "=" in line)
 
 
 def find_ours(marker: str, recorded: Iterable[Process] = ()) -> list[Process]:

@@ -5,6 +5,7 @@ The cluster scripts never import the product: they know it by its commands, as a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.restart_policy import Budgets
 from cluster.settings import REPOSITORY
 
 DEFAULT_CONFIG = REPOSITORY / "rayjob" / "configs" / "small.yaml"
@@ -35,6 +37,12 @@ class Run:
     folder: str
     storage: Path
     arguments: tuple[str, ...]
+    budgets: Budgets
+
+    @property
+    def key(self) -> str:
+        """The name of this run's files in the state folder: another run folder has another."""
+        return f"{self.name}-{hashlib.sha256(self.folder.encode()).hexdigest()[:16]}"
 
 
 def split_arguments(arguments: Sequence[str], caller: Path) -> tuple[Path, list[str]]:
@@ -58,6 +66,7 @@ def check_config(config: Path, overrides: Sequence[str], caller: Path) -> Run:
         folder=absolute(folder, caller),
         storage=Path(absolute(resolved["storage"], caller)),
         arguments=(*arguments, *absolute_overrides(resolved, caller)),
+        budgets=Budgets(resolved["failure"]["max_failures"], resolved["failure"]["max_preemptions"]),
     )
 
 

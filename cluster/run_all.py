@@ -2,7 +2,7 @@
 
 1. Check the config; nothing has been started if it is wrong.
 2. Bring up the MLflow server and the Ray head, or join those that run.
-3. Submit the job, show its log, wait for it.
+3. Submit the job, show its log, wait for it; bring back whatever is lost meanwhile (supervise.py).
 4. Deploy the best checkpoint, ask it for a text, print it.
 5. Print where everything is, and as the last line the run's status in JSON.
 
@@ -11,7 +11,6 @@ Exit codes are the job's: 0 done, 1 failed, 2 bad usage or config, 3 stopped on 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from typing import Any
 
 from cluster import deploy, head, locks, product, services, submit, tracking_server
 from cluster.settings import REPOSITORY, Settings, SettingsError, forget_other_clusters
+from cluster.supervise import Supervisor
 from cluster.upload import UploadError
 
 USAGE = """usage: bash cluster/run_all.sh [CONFIG] [KEY=VALUE …]
@@ -81,9 +81,9 @@ def prepare_process() -> None:
 def run_all(settings: Settings, run: product.Run, caller: Path) -> int:
     """Takes steps 2 to 4 of this file's head and returns the exit code; failures have been printed."""
     try:
-        with locks.hold(run_lock(settings, run), wait=False, purpose=f"run_all for {run.folder}"):
-            services.start(settings, run.storage)
-            exit_code = submit.run_job(settings, run)
+        lock = settings.state / "locks" / f"{run.key}.lock"
+        with locks.hold(lock, wait=False, purpose=f"run_all for {run.folder}"):
+            exit_code = Supervisor(settings, run, caller).keep_running()
             if exit_code == 0:
                 serve(settings, product.read_status(run, caller))
     except FAILURES as error:
@@ -92,12 +92,6 @@ def run_all(settings: Settings, run: product.Run, caller: Path) -> int:
     except KeyboardInterrupt:
         return STOPPED
     return exit_code
-
-
-def run_lock(settings: Settings, run: product.Run) -> Path:
-    """Returns the lock file of one run folder."""
-    digest = hashlib.sha256(run.folder.encode()).hexdigest()[:16]
-    return settings.state / "locks" / f"{digest}.lock"
 
 
 def serve(settings: Settings, status: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from cluster import head, locks, ports, processes, tracking_server
@@ -29,17 +30,39 @@ def start(settings: Settings, storage: Path | None) -> None:
         SettingsError: a port is taken; nothing has been started.
         HeadError, TrackingServerError: one of them did not come up.
     """
-    # One call at a time: two heads that start at once spoil each other.
-    with locks.hold(settings.state / "locks" / "services.lock", wait=True, purpose="starting services"):
+    with hold_services(settings):
         check_ports(settings, head.HEAD_PORTS if storage is None else DEFAULT_PORTS)
         if storage is not None:
             tracking_server.ensure_server(settings, storage)
         head.ensure_head(settings)
 
 
+def start_tracking_server(settings: Settings, storage: Path) -> None:
+    """Brings up the MLflow server alone.
+
+    Raises:
+        SettingsError: its port is taken.
+        TrackingServerError: it did not come up.
+    """
+    with hold_services(settings):
+        check_ports(settings, ["MLFLOW_PORT"])
+        tracking_server.ensure_server(settings, storage)
+
+
+def hold_services(settings: Settings) -> AbstractContextManager[None]:
+    """Lets one call at a time start something: two heads that start at once spoil each other."""
+    return locks.hold(settings.state / "locks" / "services.lock", wait=True, purpose="starting services")
+
+
 def check_ports(settings: Settings, names: Iterable[str]) -> None:
     """Raises SettingsError if a stranger listens on one of the named ports."""
-    ours = [process.pid for part in ("head", "mlflow") for process in processes.find_ours(settings.marker(part))]
+    records = {"head": head.record_path(settings), "mlflow": tracking_server.record_path(settings)}
+    ours = [
+        process.pid
+        for part, record in records.items()
+        # With the record, for what a dead head left behind may be known by nothing else.
+        for process in processes.find_ours(settings.marker(part), processes.load_record(record)[0])
+    ]
     taken = ports.find_taken({name: settings.ports[name] for name in names}, ours)
     if taken:
         raise SettingsError("\n".join(taken))

@@ -1,4 +1,4 @@
-"""Submits a run as a Ray job, shows its log while it runs, and passes its exit code on.
+"""Submits a run as a Ray job, shows its log while it runs, and says how it ended.
 
 1. A job of the same run folder that still runs is joined, not doubled.
 2. Otherwise the next free attempt is submitted: Ray takes a submission id once only.
@@ -10,63 +10,94 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ray.dashboard.modules.job.pydantic_models import JobDetails
-from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.job_submission import JobErrorType, JobStatus, JobSubmissionClient
 
 from cluster import head
 from cluster.product import Run
+from cluster.restart_policy import End, Kind
 from cluster.settings import REPOSITORY, STOP_WAIT_S, Settings, auth_headers
 from cluster.upload import check_upload
 
 POLL_S = 0.25
 AGENT_TIMEOUT_S = 60
-DONE, FAILED, STOPPED = 0, 1, 3
-KNOWN_FAILURES = (1, 2, 3)
+ANSWER_TIMEOUT_S = 15
+DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
+# How a driver ends that somebody or something killed; a shell in between would add 128 to the signal's number.
+KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}
 
 
 class JobError(Exception):
     """Why a job cannot be submitted or followed."""
 
 
-def run_job(settings: Settings, run: Run) -> int:
-    """Runs or joins the job of `run` and returns its exit code.
+class HeadLostError(JobError):
+    """The head died, and the job with it."""
+
+
+class JobClient(JobSubmissionClient):
+    """Ray's client, but no question waits for ever for a dashboard that has lost its head."""
+
+    def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
+        limit = {"timeout": ANSWER_TIMEOUT_S} if method == "GET" else {}
+        return super()._do_request(method, endpoint, **{**limit, **options})
+
+
+def run_job(settings: Settings, run: Run, watch: Callable[[str], None], last_attempt: int = 0) -> End:
+    """Runs or joins the job of `run` and returns how it ended.
+
+    Args:
+        settings: the cluster, whose head is up.
+        run: what to run.
+        watch: called with the job's id again and again while it is followed.
+        last_attempt: the highest attempt so far; a new head has forgotten its predecessor's.
 
     Raises:
         UploadError: the repository is too big to be sent along.
-        JobError: the head died meanwhile.
+        JobError: Ray did not take the job, or the head died.
         KeyboardInterrupt: a second interrupt while the job was saving.
     """
-    client = JobSubmissionClient(settings.dashboard_url, headers=auth_headers(settings))
+    client = JobClient(settings.dashboard_url, headers=auth_headers(settings))
     jobs = client.list_jobs()
     job_id = find_running(jobs, run)
+    is_new = job_id is None
     if job_id is None:
         check_upload(REPOSITORY)
-        job_id = f"{run.name}-{next_attempt(run.name, [job.submission_id for job in jobs])}"
-        is_new = True
+        attempt = max(last_attempt, *(attempt_of(run.name, job.submission_id) for job in jobs), 0) + 1
+        job_id = f"{run.name}-{attempt}"
     else:
         print(f"Job {job_id} of this run is at work already: following it.", flush=True)
-        is_new = False
-    stopped_at_s = None
     with LogReader(log_path(settings, job_id)) as log:
         try:
             if is_new:
                 submit(settings, client, run, job_id)
-            job = follow(settings, client, job_id, log)
+            return classify(follow(settings, client, job_id, log, watch))
         except KeyboardInterrupt:
-            print("\nStopping: the job saves a checkpoint first.", flush=True)
-            stopped_at_s = time.monotonic()
-            stop(client, job_id)
-            job = follow(settings, client, job_id, log)
-    if stopped_at_s is not None and time.monotonic() - stopped_at_s >= STOP_WAIT_S:
-        print(f"The job was killed: it did not end within {STOP_WAIT_S} s.", file=sys.stderr)
-        return FAILED
-    return exit_code(job)
+            return stop_and_wait(settings, client, job_id, log, watch)
+
+
+def stop_and_wait(
+    settings: Settings, client: JobSubmissionClient, job_id: str, log: LogReader, watch: Callable[[str], None]
+) -> End:
+    """Lets the job save and end, and returns how it did, which is final whatever it is."""
+    print("\nStopping: the job saves a checkpoint first.", flush=True)
+    stopped_at_s = time.monotonic()
+    stop(client, job_id)
+    try:
+        end = classify(follow(settings, client, job_id, log, watch))
+    except HeadLostError:
+        return End(Kind.FINAL, FAILED, "the Ray head died before the job had saved")
+    if time.monotonic() - stopped_at_s >= STOP_WAIT_S:
+        return End(Kind.FINAL, FAILED, f"the job was killed: it did not end within {STOP_WAIT_S} s")
+    return replace(end, kind=Kind.FINAL)
 
 
 def find_running(jobs: Iterable[JobDetails], run: Run) -> str | None:
@@ -78,11 +109,10 @@ def find_running(jobs: Iterable[JobDetails], run: Run) -> str | None:
     return None
 
 
-def next_attempt(run_name: str, used_ids: Iterable[str | None]) -> int:
-    """Returns the first attempt number, from 1, above all that this run's submission ids have used."""
-    pattern = re.compile(re.escape(run_name) + r"-(\d+)")
-    matches = [pattern.fullmatch(used or "") for used in used_ids]
-    return 1 + max((int(match[1]) for match in matches if match), default=0)
+def attempt_of(run_name: str, job_id: str | None) -> int:
+    """Returns the number of the attempt, from 1, that a submission id stands for; 0 if it is not of this run."""
+    match = re.fullmatch(re.escape(run_name) + r"-(\d+)", job_id or "")
+    return int(match[1]) if match else 0
 
 
 def submit(settings: Settings, client: JobSubmissionClient, run: Run, job_id: str) -> None:
@@ -151,20 +181,24 @@ def stop(client: JobSubmissionClient, job_id: str) -> None:
         raise KeyboardInterrupt from None
 
 
-def follow(settings: Settings, client: JobSubmissionClient, job_id: str, log: LogReader) -> JobDetails:
-    """Prints the job's log until the job has ended; returns how it ended.
+def follow(
+    settings: Settings, client: JobSubmissionClient, job_id: str, log: LogReader, watch: Callable[[str], None]
+) -> JobDetails:
+    """Prints the job's log until the job has ended; returns what Ray says of it.
 
     Raises:
-        JobError: the head died.
+        HeadLostError: the head died.
     """
     while True:
         log.print_new()
+        # Asked first: a dashboard that has lost the rest of the head tells what was true before.
+        if not head.running_ports(settings):
+            raise HeadLostError("the Ray head died")
+        watch(job_id)
         try:
             job = client.get_job_info(job_id)
-        except (OSError, RuntimeError) as error:
-            # A busy dashboard may miss a call; without a head there is nothing to wait for.
-            if not head.running_ports(settings):
-                raise JobError("the Ray head died. The same command starts it again and goes on.") from error
+        except (OSError, RuntimeError):
+            pass  # a busy dashboard may miss a call
         else:
             if job.status.is_terminal():
                 log.print_new()
@@ -172,13 +206,18 @@ def follow(settings: Settings, client: JobSubmissionClient, job_id: str, log: Lo
         time.sleep(POLL_S)
 
 
-def exit_code(job: JobDetails) -> int:
-    """Returns the exit code of the job's own process, or the nearest that the contract knows."""
+def classify(job: JobDetails) -> End:
+    """Returns what the end of a job means, by the exit code of its own process where there is one."""
+    code = job.driver_exit_code
     if job.status is JobStatus.SUCCEEDED:
-        return DONE
-    if job.status is JobStatus.STOPPED:
-        return STOPPED
-    if job.driver_exit_code in KNOWN_FAILURES:
-        return int(job.driver_exit_code)
-    print(f"The job failed: {(job.message or 'no reason given').splitlines()[0]}", file=sys.stderr)
-    return FAILED
+        return End(Kind.FINAL, DONE, "done")
+    if job.status is JobStatus.STOPPED or code == STOPPED:
+        return End(Kind.FINAL, STOPPED, "stopped on request")
+    if code == BAD_USAGE:
+        return End(Kind.FINAL, BAD_USAGE, "exit code 2: the job refused what it was given, and would again")
+    if code in KILLED:
+        return End(Kind.LOST, FAILED, f"the driver was killed by {KILLED[code].name}")
+    reason = (job.message or "no reason given").partition("\n")[0].partition(", last available logs")[0]
+    if job.error_type == JobErrorType.JOB_SUPERVISOR_ACTOR_DIED:
+        return End(Kind.LOST, FAILED, f"the driver was lost: {reason}")
+    return End(Kind.FAILED, FAILED, f"the job failed: {reason}")

@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,18 +109,27 @@ def write_books(folder: Path) -> None:
         (folder / f"{number}.txt").write_text("\n\n".join(paragraphs))
 
 
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    folder = tmp_path_factory.mktemp("run all") / "with space"
-    folder.mkdir()
+@contextmanager
+def machine_in(folder: Path) -> Iterator[Machine]:
+    """Offers a machine with a corpus in `folder`; afterwards all that was started on it is gone."""
     write_books(folder / "books")
     variables = {"RAYJOB_STATE": str(folder / "state")}
     variables |= {name: str(port) for name, port in zip(DEFAULT_PORTS, free_ports(4), strict=True)}
     machine = Machine(folder, variables)
-    yield machine
-    machine.call("stop.sh")
+    try:
+        yield machine
+    finally:
+        machine.call("stop.sh")
     assert machine.left_processes() == []
     shutil.rmtree(read_settings(variables).temp, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    folder = tmp_path_factory.mktemp("run all") / "with space"
+    folder.mkdir()
+    with machine_in(folder) as machine:
+        yield machine
 
 
 @pytest.fixture(scope="module")

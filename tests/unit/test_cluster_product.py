@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 from cluster import product
+from cluster.restart_policy import Budgets
 
 RESOLVED = {
     "run_name": "small",
     "storage": "/data/st",
     "data": {"paths": []},
+    "failure": {"max_failures": 3, "max_preemptions": -1},
     "derived": {"run_folder": "/data/st/runs/small"},
 }
 
@@ -50,6 +52,13 @@ def test_run_is_pinned_to_absolute_paths(answers: list[tuple[str, ...]]) -> None
     assert answers == [("show-config", "--config", "/home/u/my.yaml", "seed=1", "--json", "/home/u")]
     assert (run.name, run.folder, run.storage) == ("small", "/data/st/runs/small", Path("/data/st"))
     assert run.arguments == ("--config", "/home/u/my.yaml", "seed=1", 'storage="/data/st"')
+    assert run.budgets == Budgets(max_failures=3, max_losses=-1)
+
+
+def test_runs_of_one_name_in_two_storages_have_two_keys() -> None:
+    runs = [product.Run("small", f"/{storage}/runs/small", Path(storage), (), Budgets(0, 0)) for storage in "ab"]
+    assert len({run.key for run in runs}) == 2
+    assert all(run.key.startswith("small-") for run in runs)
 
 
 def test_relative_paths_mean_the_folder_of_the_caller() -> None:

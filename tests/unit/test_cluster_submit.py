@@ -5,19 +5,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.job_submission import JobStatus
+from ray.job_submission import JobErrorType, JobStatus
 
 from cluster import submit
 from cluster.product import Run
+from cluster.restart_policy import Budgets, End, Kind
 from cluster.settings import Settings, read_settings
 
-RUN = Run("small", "/st/runs/small", Path("/st"), ("--config", "/a b.yaml", 'storage="/st"'))
+RUN = Run("small", "/st/runs/small", Path("/st"), ("--config", "/a b.yaml", 'storage="/st"'), Budgets(3, -1))
 
 
 def job(submission_id: str | None, status: JobStatus = JobStatus.RUNNING, **fields: Any) -> Any:
-    return SimpleNamespace(
-        **{"submission_id": submission_id, "status": status, "metadata": None, "driver_exit_code": None} | fields
-    )
+    unknown = dict.fromkeys(("metadata", "driver_exit_code", "error_type", "message"))
+    return SimpleNamespace(**unknown | {"submission_id": submission_id, "status": status} | fields)
 
 
 class FakeJobs:
@@ -27,6 +27,7 @@ class FakeJobs:
         self.log, self.steps, self.known = log, iter(steps), known or []
         self.submitted: list[dict[str, Any]] = []
         self.stopped: list[str] = []
+        self.watched: list[str] = []
 
     def list_jobs(self) -> list[Any]:
         return self.known
@@ -52,6 +53,7 @@ class FakeJobs:
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(submit, "POLL_S", 0)
     monkeypatch.setattr(submit, "check_upload", lambda repository: None)
+    monkeypatch.setattr(submit.head, "running_ports", lambda settings: {"RAY_PORT": 1})
     settings = read_settings({"RAYJOB_STATE": str(tmp_path / "state"), "RAY_TMPDIR": "/tmp"})
     settings.state.mkdir()
     settings.token_path.write_text("secret")
@@ -60,32 +62,42 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
 
 @pytest.fixture
 def run(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs RUN on a FakeJobs with the given steps; returns (exit code, fake)."""
+    """Runs RUN on a FakeJobs with the given steps; returns (end, fake)."""
 
-    def start(steps: list[Any], known: list[Any] | None = None) -> tuple[int, FakeJobs]:
+    def start(steps: list[Any], known: list[Any] | None = None, last_attempt: int = 0) -> tuple[End, FakeJobs]:
         fake = FakeJobs(tmp_path / "job.log", steps, known)
-        monkeypatch.setattr(submit, "JobSubmissionClient", lambda url, headers: fake)
+        monkeypatch.setattr(submit, "JobClient", lambda url, headers: fake)
         monkeypatch.setattr(submit, "log_path", lambda settings, job_id: fake.log)
-        return submit.run_job(settings, RUN), fake
+        return submit.run_job(settings, RUN, fake.watched.append, last_attempt), fake
 
     return start
 
 
-def test_first_attempt_is_one_and_later_ones_count_on() -> None:
-    assert submit.next_attempt("small", []) == 1
-    assert submit.next_attempt("small", ["small-1", "small-9", "small-2", None]) == 10
+@pytest.mark.parametrize(
+    ("known", "last_attempt", "expected"),
+    [
+        ([], 0, "small-1"),
+        (["small-1", "small-9", "small-2", None], 0, "small-10"),
+        (["small-7-1", "tiny-4", "smallest-5", "small-x", "xsmall-6", "small"], 0, "small-1"),
+        ([], 4, "small-5"),  # a new head, which knows no job
+        (["small-2"], 4, "small-5"),
+        (["small-7"], 4, "small-8"),
+    ],
+)
+def test_attempts_count_on(run: Any, known: list[str | None], last_attempt: int, expected: str) -> None:
+    jobs = [job(job_id, JobStatus.FAILED) for job_id in known]
+    _, fake = run([(JobStatus.SUCCEEDED, "")], jobs, last_attempt)
+    assert [submitted["submission_id"] for submitted in fake.submitted] == [expected]
 
 
 def test_attempts_of_other_runs_do_not_count() -> None:
-    others = ["small-7-1", "tiny-4", "smallest-5", "small-x", "xsmall-6", "small"]
-    assert submit.next_attempt("small", others) == 1
-    assert submit.next_attempt("s.all", ["small-3"]) == 1
+    assert submit.attempt_of("s.all", "small-3") == 0
 
 
 def test_job_gets_the_next_attempt_and_the_quoted_command(run: Any) -> None:
-    exit_code, fake = run([(JobStatus.SUCCEEDED, "")], known=[job("small-1", JobStatus.FAILED)])
+    end, fake = run([(JobStatus.SUCCEEDED, "")], known=[job("small-1", JobStatus.FAILED)])
     (submitted,) = fake.submitted
-    assert exit_code == 0
+    assert end == End(Kind.FINAL, 0, "done")
     assert submitted["submission_id"] == "small-2"
     assert submitted["entrypoint"].startswith("exec ")
     assert submitted["entrypoint"].endswith(" -m rayjob run --config '/a b.yaml' 'storage=\"/st\"'")
@@ -105,17 +117,34 @@ def test_log_is_printed_whole_and_once(run: Any, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("status", "exit_code"),
-    [(JobStatus.SUCCEEDED, 0), (1, 1), (2, 2), (3, 3), (137, 1), (JobStatus.FAILED, 1), (JobStatus.STOPPED, 3)],
+    ("fields", "kind", "exit_code", "reason"),
+    [
+        ({"status": JobStatus.SUCCEEDED}, Kind.FINAL, 0, "done"),
+        ({"status": JobStatus.STOPPED}, Kind.FINAL, 3, "stopped on request"),
+        ({"driver_exit_code": 3}, Kind.FINAL, 3, "stopped on request"),
+        ({"driver_exit_code": 2}, Kind.FINAL, 2, "exit code 2: the job refused what it was given, and would again"),
+        ({"driver_exit_code": -9}, Kind.LOST, 1, "the driver was killed by SIGKILL"),
+        ({"driver_exit_code": 137}, Kind.LOST, 1, "the driver was killed by SIGKILL"),
+        ({"driver_exit_code": -15}, Kind.LOST, 1, "the driver was killed by SIGTERM"),
+        ({"driver_exit_code": 143}, Kind.LOST, 1, "the driver was killed by SIGTERM"),
+        ({"error_type": JobErrorType.JOB_SUPERVISOR_ACTOR_DIED.value}, Kind.LOST, 1, "the driver was lost: gone"),
+        ({"error_type": JobErrorType.RUNTIME_ENV_SETUP_FAILURE.value}, Kind.FAILED, 1, "the job failed: gone"),
+        ({"driver_exit_code": 1}, Kind.FAILED, 1, "the job failed: gone"),
+        ({"driver_exit_code": -11}, Kind.FAILED, 1, "the job failed: gone"),
+        ({"message": None}, Kind.FAILED, 1, "the job failed: no reason given"),
+        ({"message": "exit code 1, last available logs (…):\nx"}, Kind.FAILED, 1, "the job failed: exit code 1"),
+    ],
 )
-def test_exit_code_is_the_jobs(run: Any, status: Any, exit_code: int) -> None:
-    assert run([(status, "")])[0] == exit_code
+def test_end_of_a_job_is_told_apart(fields: dict[str, Any], kind: Kind, exit_code: int, reason: str) -> None:
+    ended = job("small-1", **{"status": JobStatus.FAILED, "message": "gone\nmore"} | fields)
+    assert submit.classify(ended) == End(kind, exit_code, reason)
 
 
 def test_running_job_of_the_same_folder_is_joined(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     same = job("small-3", metadata={"run_folder": "/st/runs/small"})
-    exit_code, fake = run([(JobStatus.SUCCEEDED, "")], known=[same])
-    assert (exit_code, fake.submitted) == (0, [])
+    end, fake = run([(JobStatus.SUCCEEDED, "")], known=[same])
+    assert (end.exit_code, fake.submitted) == (0, [])
+    assert set(fake.watched) == {"small-3"}
     assert "Job small-3 of this run is at work already" in capsys.readouterr().out
 
 
@@ -134,9 +163,26 @@ def test_any_other_job_is_not_joined(run: Any, other: Any) -> None:
 
 def test_interrupt_stops_the_job_and_waits_for_it(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     steps = [KeyboardInterrupt(), (JobStatus.RUNNING, "saving\n"), (JobStatus.STOPPED, "saved\n")]
-    exit_code, fake = run(steps)
-    assert (exit_code, fake.stopped) == (3, ["small-1"])
+    end, fake = run(steps)
+    assert (end.exit_code, fake.stopped) == (3, ["small-1"])
     assert capsys.readouterr().out.endswith("saving\nsaved\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code"), [(JobStatus.SUCCEEDED, 0), (1, 1), (2, 2), (3, 3), (-9, 1), (JobStatus.STOPPED, 3)]
+)
+def test_whatever_follows_an_interrupt_is_final(run: Any, status: Any, exit_code: int) -> None:
+    end, _ = run([KeyboardInterrupt(), (status, "")])
+    assert (end.kind, end.exit_code) == (Kind.FINAL, exit_code)
+
+
+def test_head_that_dies_after_an_interrupt_is_not_brought_back(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        FakeJobs, "stop_job", lambda *_: monkeypatch.setattr(submit.head, "running_ports", lambda _: {})
+    )
+    end, _ = run([KeyboardInterrupt()])
+    assert (end.kind, end.exit_code) == (Kind.FINAL, 1)
+    assert "before the job had saved" in end.reason
 
 
 def test_interrupt_before_the_job_was_taken_waits_for_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,15 +202,26 @@ def test_job_that_had_to_be_killed_is_a_failure(run: Any, monkeypatch: pytest.Mo
     clock = iter([0, submit.STOP_WAIT_S])
     monkeypatch.setattr(submit.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(submit, "submit", lambda *_: None)
-    assert run([KeyboardInterrupt(), (JobStatus.STOPPED, "")])[0] == 1
+    end = run([KeyboardInterrupt(), (JobStatus.STOPPED, "")])[0]
+    assert end == End(Kind.FINAL, 1, "the job was killed: it did not end within 60 s")
 
 
-def test_missed_call_is_no_failure_while_the_head_lives(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit.head, "running_ports", lambda settings: {"RAY_PORT": 1})
-    assert run([RuntimeError("busy"), ConnectionError(), (JobStatus.SUCCEEDED, "")])[0] == 0
+def test_missed_call_is_no_failure_while_the_head_lives(run: Any) -> None:
+    assert run([RuntimeError("busy"), ConnectionError(), (JobStatus.SUCCEEDED, "")])[0].exit_code == 0
 
 
-def test_dead_head_is_told(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_head_is_told_whatever_its_dashboard_says(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit.head, "running_ports", lambda settings: {})
-    with pytest.raises(submit.JobError, match="the Ray head died"):
-        run([ConnectionError()])
+    with pytest.raises(submit.HeadLostError, match="the Ray head died"):
+        run([(JobStatus.RUNNING, "")])
+
+
+def test_questions_have_a_time_limit_and_uploads_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+    monkeypatch.setattr(
+        submit.JobSubmissionClient, "_do_request", lambda self, method, endpoint, **given: limits.append(given)
+    )
+    client = submit.JobClient.__new__(submit.JobClient)
+    client._do_request("GET", "/api/jobs/small-1")
+    client._do_request("PUT", "/api/packages/gcs/x", data=b"")
+    assert limits == [{"timeout": submit.ANSWER_TIMEOUT_S}, {"data": b""}]
