@@ -85,9 +85,8 @@ def _encode_distinct(words: Sequence[str], tokenizer: Tokenizer) -> list[list[in
     known = _known_words(tokenizer.hash)
     if len(known) > MOST_KNOWN_WORDS:
         known.clear()
-    for word in words:
-        if word not in known:
-            known[word] = tokenizer.encode(word)
+    new = [word for word in words if word not in known]
+    known.update(zip(new, tokenizer.encode_all(new), strict=True))
     return [known[word] for word in words]
 
 

@@ -1,4 +1,6 @@
+import re
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,6 @@ from hypothesis import strategies as st
 
 from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer, count_words, train_tokenizer
-from rayjob.corpus import words
 from rayjob.corpus.text import Text
 from rayjob.corpus.tokenize import encode_words
 from rayjob.corpus.words import Words, load_words, save_words, split_words
@@ -42,14 +43,14 @@ def test_words_join_to_the_text(text: str) -> None:
     assert join(split(text)) == text
 
 
-@given(texts, st.integers(1, 9))
-def test_length_of_slabs_changes_no_word(text: str, slab_chars: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(words, "SLAB_CHARS", slab_chars)
-        cut = split(text)
-    whole = split(text)
-    assert cut.words == whole.words
-    assert cut.order.tolist() == whole.order.tolist()
+@given(st.lists(texts, max_size=4))
+def test_words_begin_at_spaces_and_line_breaks_and_are_numbered_as_they_come(several: list[str]) -> None:
+    found = split(*several)
+    pieces = [re.findall(r"[ \n][^ \n]*|[^ \n]+", text) for text in several]
+    assert found.words == list(dict.fromkeys(chain.from_iterable(pieces)))
+    assert [found.words[number] for number in found.order] == list(chain.from_iterable(pieces))
+    assert [row.n_words for row in found.rows] == list(map(len, pieces))
+    assert found.text_bytes == len("".join(several).encode())
 
 
 @given(texts)

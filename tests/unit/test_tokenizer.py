@@ -141,6 +141,12 @@ def test_decoding_any_normalized_text_gives_it_back(tokenizer: Tokenizer, text: 
     assert min(tokens, default=3) > 2
 
 
+@given(texts=st.lists(st.text(alphabet="the cat\n\u00e9 12", max_size=20)), repeats=st.sampled_from([1, 5_000]))
+def test_encode_all_gives_the_ids_of_each_text(tokenizer: Tokenizer, texts: list[str], repeats: int) -> None:
+    texts = [text * repeats for text in texts[:2]] + texts[2:]  # long ones are encoded in pieces
+    assert tokenizer.encode_all(texts) == [tokenizer.encode(text) for text in texts]
+
+
 def test_encode_prompt_normalizes_first(tokenizer: Tokenizer) -> None:
     bookcorpus = Tokenizer(tokenizer._model, Normalizer(detokenize=True, lowercase=True))
     corpus_form = bookcorpus.encode(bookcorpus.normalize("`` do n't go , '' said tom ."))
