@@ -179,16 +179,24 @@ def test_trained_checkpoint_is_the_same_model_in_transformers(undisturbed: Job, 
     assert (ours(inputs) - logits).abs().max() < 1e-4
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     sums = ours(inputs, targets)
-    assert float(sums.nats / sums.tokens) == pytest.approx(float(loss), abs=1e-5)
+    assert float((sums.nats / sums.tokens).detach()) == pytest.approx(float(loss.detach()), abs=1e-5)
     loss.backward()
     (sums.nats / sums.tokens).backward()
     gradients = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         expected = gradients[name].grad
         assert (parameter.grad - expected).norm() <= 1e-4 * expected.norm(), name
-    # The evaluation also counts the tail after the last whole window, a few tokens of thousands.
+    # The evaluation also counts the tail after the last whole window.
+    tail = windows.tail()
+    assert tail
+    tail_nats = torch.nn.functional.cross_entropy(
+        theirs(tail[0]).logits.flatten(0, 1), tail[1].flatten(), reduction="sum"
+    )
+    n_tokens = targets.numel() + int((tail[1] >= 0).sum())
+    expected_loss = (float(loss.detach()) * targets.numel() + float(tail_nats.detach())) / n_tokens
     evaluation = json.loads((undisturbed.run_folder / "evaluation.json").read_text())
-    assert evaluation["val_loss"] == pytest.approx(float(loss), rel=1e-2)
+    assert evaluation["val_loss"] == pytest.approx(expected_loss, abs=1e-3)
+    assert evaluation["tokens"] == n_tokens
     text = "The old house\n\nstood  by 1917 rivers… 😀 and\tnobody knew."
     assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == Tokenizer.load(folder).encode_prompt(text)
 
