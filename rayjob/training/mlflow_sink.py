@@ -45,6 +45,7 @@ class MlflowSink:
         self._run_folder = config.run_folder
         self._client: Any = None
         self._run_id = ""
+        self._is_artifact_store_away = False
 
     def open(self) -> int:
         # A server that is away must not hold the thread for MLflow's default of minutes.
@@ -59,9 +60,9 @@ class MlflowSink:
         (self._run_folder / _RUN_ID_FILE).write_text(self._run_id + "\n")
         self._client.update_run(self._run_id, status="RUNNING")
         self._log_params()
-        self._client.log_artifact(self._run_id, str(self._run_folder / "config.yaml"))
+        self._log_artifact(self._run_folder / "config.yaml")
         for name in CARD_FILES:
-            self._client.log_artifact(self._run_id, str(self._tokens_folder / name), "corpus")
+            self._log_artifact(self._tokens_folder / name, "corpus")
         history = self._client.get_metric_history(self._run_id, "train/loss")
         return max((metric.step for metric in history), default=0)
 
@@ -76,7 +77,7 @@ class MlflowSink:
         for row in rows:
             sample = self._run_folder / SAMPLES_FOLDER / f"step_{row.step:08d}.txt"
             if sample.exists():
-                self._client.log_artifact(self._run_id, str(sample), SAMPLES_FOLDER)
+                self._log_artifact(sample, SAMPLES_FOLDER)
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self, status: str) -> None:
@@ -128,4 +129,15 @@ class MlflowSink:
     def _log_checkpoint(self, folder: Path) -> None:
         for path in sorted(folder.iterdir()):
             if path.is_file():  # trainer/ is for resuming only
-                self._client.log_artifact(self._run_id, str(path), f"checkpoints/{folder.name}")
+                self._log_artifact(path, f"checkpoints/{folder.name}")
+
+    def _log_artifact(self, path: Path, folder: str | None = None) -> None:
+        """Uploads a file; metrics do not wait for an artifact store that is away, and the file stays in the run."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.log_artifact(self._run_id, str(path), folder)
+        except (OSError, MlflowException) as error:
+            if not self._is_artifact_store_away:
+                logger.warning("MLflow's artifact store did not take %s: %s Metrics go on.", path.name, error)
+            self._is_artifact_store_away = True

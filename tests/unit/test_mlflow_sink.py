@@ -1,7 +1,9 @@
 """MLflow's sqlite store in storage: real, in a temporary folder."""
 
+import logging
 from pathlib import Path
 
+import pytest
 from mlflow import MlflowClient
 
 from rayjob.config import DataConfig, JobConfig
@@ -35,3 +37,20 @@ def test_any_storage_folder_and_any_change_of_settings_is_tracked_in_one_run(tmp
     assert run.data.params["data.paths"].startswith("['aaa")
     assert "-> ['bbb" in run.data.tags["changed.data.paths"]
     assert [item.path for item in client.list_artifacts(run_id)] == ["config.yaml", "corpus"]
+
+
+def test_metrics_do_not_wait_for_an_artifact_store_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise OSError("no route to the store")
+
+    monkeypatch.setattr(MlflowClient, "log_artifact", fail)
+    config = JobConfig(storage=str(tmp_path / "storage"))
+    row = MetricsRow(1, 0, 100, 3.0, 0.8, 1e-3, 1000.0, None, 0.3, None, None, None, 0.0, 1.0, 2.0)
+    with caplog.at_level(logging.WARNING):
+        start(config, tmp_path).send([row])
+    assert caplog.text.count("artifact store did not take") == 1
+    run_id = read_run_id(config.run_folder)
+    assert run_id
+    assert MlflowClient(tracking_uri(config)).get_run(run_id).data.metrics["train/loss"] == 3.0
