@@ -5,7 +5,7 @@ sources (hashed)          sources.py, demo.py, huggingface.py
        documents          documents.py, dedup.py, split.py, catalog.py, units.py
        rows               rows.py, scan.py, repeats.py, stretches.py, row_catalog.py, row_units.py
   -> tokenizer            words.py: <storage>/tokenizers/<hash>/, from the words of the training side only
-  -> blocks               tokenize.py: <storage>/tokens/<hash>/, one Ray task a block
+  -> blocks               tokenize.py: <storage>/tokens/<hash>/, by Ray tasks
   -> corpus card          card.py: corpus.html and corpus.md beside the blocks
   -> manifest.json        blocks.py, last: without it nothing was prepared
 

@@ -24,7 +24,7 @@ from rayjob.corpus.rows import RowRange, read_column
 from rayjob.corpus.sources import Source
 from rayjob.corpus.tasks import Progress, run_tasks
 
-RANGES_PER_TASK = 16
+RANGES_PER_TASK = 8  # half a second
 MOST_FREQUENT_LINES = 200  # boilerplate lines that a part remembers for the corpus card
 
 TRAIN, VAL, EMPTY, BOILERPLATE, DUPLICATE = range(5)

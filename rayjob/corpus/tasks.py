@@ -1,9 +1,9 @@
 """Runs a function over items as Ray Data tasks, with progress lines, cancellation and plain errors.
 
-Every item is one row of a data set with as many Ray blocks as items, so an item is a task of its own. Tasks
-rather than actors: a pool of actors larger than the free CPUs waits for ever without a word. A task asks for
-half a CPU, so the work goes on even where one core is left, and there are as many at a time as CPUs: more would only
-start more processes and fill more memory. Results come in any order.
+Every item is one row of a data set, and every Ray block of it a task: a few items each where there are many, as a
+task costs the driver 10 ms. Tasks rather than actors: a pool of actors larger than the free CPUs waits for ever
+without a word. A task asks for half a CPU, so the work goes on even where one core is left, and there are as many at
+a time as CPUs: more would only start more processes and fill more memory. Results come in any order.
 """
 
 import errno
@@ -22,6 +22,8 @@ from rayjob.corpus.errors import CorpusError, PrepareCancelled
 logger = logging.getLogger(__name__)
 
 CPUS_PER_TASK = 0.5
+ITEMS_PER_TASK = 4
+LEAST_ROUNDS = 4  # of tasks on all CPUs, so that none is long without work at the end
 LOG_INTERVAL_S = 5.0
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -46,11 +48,12 @@ def run_tasks(
     if not ray.is_initialized():
         raise RuntimeError("prepare needs Ray: call ray.init() first.")
     size = max_tasks or max(1, int(ray.cluster_resources().get("CPU", 1)))  # type: ignore[no-untyped-call]
+    n_tasks = min(len(items), max(LEAST_ROUNDS * size, -(-len(items) // ITEMS_PER_TASK)))
     try:
         with _quiet_ray_data():
             results = (
-                ray.data.from_items([{"item": item} for item in items], override_num_blocks=len(items))
-                .map(function, num_cpus=CPUS_PER_TASK, compute=ray.data.TaskPoolStrategy(size=min(size, len(items))))
+                ray.data.from_items([{"item": item} for item in items], override_num_blocks=n_tasks)
+                .map(function, num_cpus=CPUS_PER_TASK, compute=ray.data.TaskPoolStrategy(size=min(size, n_tasks)))
                 .iter_rows()
             )
             for result in results:

@@ -25,6 +25,8 @@ from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.text import Text
 from rayjob.corpus.units import AnyUnit, load_unit
 
+LEAST_WAITING_WORDS = 2**20  # about 20 MB
+
 
 @dataclass(frozen=True, slots=True)
 class WordRow:
@@ -100,16 +102,16 @@ def count_words(
         CorpusError: a source cannot be read, or storage cannot be written.
         PrepareCancelled: the caller asked to stop; finished parts stay.
     """
-    counts: dict[str, int] = {}
-    missing = [unit for unit in units if not _add_counts(counts, words_path(folder, unit, normalizer))]
+    counts = _Counts()
+    missing = [unit for unit in units if not counts.add(words_path(folder, unit, normalizer))]
     if missing:
         progress = Progress("words", len(missing), "units")
         function = functools.partial(_keep_words, folder=str(folder), normalizer=normalizer)
         for result in run_tasks(function, [unit.to_json() for unit in missing], is_cancelled=is_cancelled):
-            is_added = _add_counts(counts, Path(result["path"]))
+            is_added = counts.add(Path(result["path"]))
             assert is_added  # it was just written
             progress.add(1, result["bytes"])
-    return counts
+    return counts.to_dict()
 
 
 def _keep_words(item: dict[str, Any], folder: str, normalizer: Normalizer) -> dict[str, Any]:
@@ -120,14 +122,39 @@ def _keep_words(item: dict[str, Any], folder: str, normalizer: Normalizer) -> di
     return {"path": str(path), "bytes": words.text_bytes}
 
 
-def _add_counts(counts: dict[str, int], path: Path) -> bool:
-    """Adds the counts kept at a path; False if there are none. A dict is three times as fast here as Arrow's groups."""
-    part = read_part(path)
-    if part is None:
-        return False
-    for word, count in zip(part[0]["word"].to_pylist(), part[0]["count"].to_pylist(), strict=True):
-        counts[word] = counts.get(word, 0) + count
-    return True
+class _Counts:
+    """Counts of many parts, added up by Arrow; what waits to be added is at most as much as was added before."""
+
+    def __init__(self) -> None:
+        self._words: list[pa.Array] = []
+        self._counts: list[npt.NDArray[np.int64]] = []
+        self._n_added = self._n_waiting = 0
+
+    def add(self, path: Path) -> bool:
+        """Adds the counts kept at a path; False if there are none."""
+        part = read_part(path)
+        if part is None:
+            return False
+        self._words += part[0]["word"].chunks
+        self._counts.append(part[0]["count"].to_numpy())
+        self._n_waiting += len(part[0])
+        if self._n_waiting > max(self._n_added, LEAST_WAITING_WORDS):
+            self._add_up()
+        return True
+
+    def to_dict(self) -> dict[str, int]:
+        """How often each word occurs, in no particular order."""
+        if not self._counts:
+            return {}
+        self._add_up()
+        return dict(zip(self._words[0].to_pylist(), self._counts[0].tolist(), strict=True))
+
+    def _add_up(self) -> None:
+        numbered = pa.chunked_array(self._words, pa.large_string()).dictionary_encode().combine_chunks()
+        counts = np.zeros(len(numbered.dictionary), dtype=np.int64)
+        np.add.at(counts, numbered.indices.to_numpy(), np.concatenate(self._counts))
+        self._words, self._counts = [numbered.dictionary], [counts]
+        self._n_added, self._n_waiting = len(counts), 0
 
 
 def _cut(content: bytes) -> pa.Array:

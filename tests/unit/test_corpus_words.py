@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer, count_words, train_tokenizer
+from rayjob.corpus import words
+from rayjob.corpus.row_units import RowUnit
 from rayjob.corpus.text import Text
 from rayjob.corpus.tokenize import encode_words
-from rayjob.corpus.words import Words, load_words, save_words, split_words
+from rayjob.corpus.words import Words, load_words, save_words, split_words, words_path
+from rayjob.corpus.words import count_words as count_kept
 
 NASTY = "</s> <s> <unk> <0x41>  two  spaces\t\ttabs\n\n\nnaïve 漢字 🙂 \ufffd 1984 \n end </s> "
 
@@ -96,6 +99,18 @@ def test_kept_words_read_back(tmp_path: Path) -> None:
     assert again is not None
     assert (again.words, again.rows, again.text_bytes) == (found.words, found.rows, found.text_bytes)
     assert again.order.tolist() == found.order.tolist()
+
+
+@pytest.mark.parametrize("least_waiting_words", [0, 5, 10**6])
+def test_kept_counts_add_up(least_waiting_words: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "LEAST_WAITING_WORDS", least_waiting_words)
+    normalizer = Normalizer(detokenize=False, lowercase=False)
+    texts = ["the cat", "", "the dog saw the cat", "a cat\n\na dog", " the dog"]
+    units = [RowUnit("train", number, f"column {number}", ()) for number in range(len(texts))]
+    for unit, text in zip(units, texts, strict=True):
+        save_words(words_path(tmp_path, unit, normalizer), split(text))
+    expected = Counter(piece for text in texts for piece in re.findall(r"[ \n][^ \n]*|[^ \n]+", text))
+    assert count_kept(units, tmp_path, normalizer, lambda: False) == expected
 
 
 def test_words_that_were_half_written_are_absent(tmp_path: Path) -> None:
