@@ -1,6 +1,6 @@
 """From logits to one token: penalties, temperature, filters and a draw that (seed, choice, position) decide.
 
-In this order (HTTP_API, "Sampling"):
+In this order:
 
 1. fp32, and refuse NaN and +inf; -inf is a token that is ruled out.
 2. Repetition penalty on each distinct token of prompt and output; frequency and presence on the output's.

@@ -25,7 +25,7 @@ def set_stage(config: JobConfig, stage: str, max_steps: int | None = None) -> No
 
 
 def read_status(config: JobConfig) -> dict[str, Any]:
-    """Returns the status object of DESIGN: every key, null where it is not known yet."""
+    """Returns the status object: every key, null where it is not known yet."""
     folder = config.run_folder
     stage = _read_stage(folder)
     rows = list(read_metrics(folder))

@@ -1,4 +1,4 @@
-"""Sampling against a slow reference that follows HTTP_API's sentence word by word."""
+"""Sampling against a slow reference that takes the documented order word by word."""
 
 import math
 import random
