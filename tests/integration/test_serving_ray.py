@@ -38,12 +38,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Ray of two CPUs with folders of its own."""
-    ray.init(num_cpus=2, include_dashboard=False, _temp_dir=str(tmp_path_factory.mktemp("r")))
+def cluster(local_ray: None) -> Iterator[None]:
+    """Ray Serve on the session's Ray."""
     yield
     serve.shutdown()
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
