@@ -41,6 +41,10 @@ def is_step(line: str) -> bool:
     return line.startswith("step ")
 
 
+def is_save(line: str) -> bool:
+    return "saved step_" in line
+
+
 def kill_driver(machine: Machine) -> None:
     drivers = [one for one in machine.left_processes() if " -m rayjob run " in one.command]
     assert len(drivers) == 1
@@ -62,7 +66,7 @@ def test_run_goes_on_after_its_supervisor_its_driver_and_its_head_are_killed(mac
     first.communicate()
 
     run = machine.start(*command)
-    output = read_until(run, is_step)
+    output = read_until(run, is_save)  # a run without a checkpoint would start anew, and say nothing of resuming
     assert "Job killed-1 of this run is at work already" in output
     kill_driver(machine)
     output = read_until(run, lambda line: "resuming from" in line)
