@@ -9,6 +9,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_ONGOING_REQUESTS = 1024
 """Requests that Ray Serve lets into a replica: above slots + queue, so that our 429 comes before its 503."""
+FOLLOW_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Settings:
         checkpoint: A checkpoint or a run folder; a relative path starts at the repository.
         model_name: Name in answers; by default that of the run folder.
         num_slots: Sequences decoded at the same time.
+        follow_interval_s: How often a run folder is looked at for a new best checkpoint.
         max_waiting: Sequences that may wait for a slot; beyond it requests are answered 429.
     """
 
@@ -26,6 +28,7 @@ class Settings:
     model_name: str | None = None
     num_slots: int = 4
     max_waiting: int = 256
+    follow_interval_s: float = FOLLOW_INTERVAL_S
 
 
 def parse_settings(user_config: Mapping[str, Any]) -> Settings:
@@ -55,6 +58,9 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MAX_ONGOING_REQUESTS // 4:
             limit = MAX_ONGOING_REQUESTS // 4
             problems.append(f"user_config.{key} must be an integer in {low}..{limit}, got {value!r}.")
+    interval_s = values.get("follow_interval_s", FOLLOW_INTERVAL_S)
+    if not isinstance(interval_s, int | float) or isinstance(interval_s, bool) or not 0 < interval_s <= 86_400:
+        problems.append(f"user_config.follow_interval_s must be a number in (0, 86400], got {interval_s!r}.")
     return problems
 
 

@@ -41,6 +41,7 @@ def save_run(
     *,
     step: int = 1200,
     seed: int = 1,
+    val_loss: float = 3.0,
     vocab_size: int = VOCAB_SIZE,
     max_seq_len: int = MAX_SEQ_LEN,
     change: Callable[[dict[str, torch.Tensor]], None] = lambda weights: None,
@@ -71,7 +72,7 @@ def save_run(
         config=config,
         tokenizer_folder=tokenizer_folder,
         trainer_tensors={"rng": torch.zeros(1)},
-        trainer_state={"step": step, "val_loss": 3.0},
+        trainer_state={"step": step, "val_loss": val_loss},
     )
 
 

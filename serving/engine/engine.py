@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from serving.engine.loading import ServedModel
-from serving.engine.sequence import Delta, SequenceSpec, decode_sequence
+from serving.engine.sequence import Delta, PromptScores, SequenceSpec, decode_sequence, score_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class RequestStream:
         self._unfinished = num_sequences
         self._is_cancelled = threading.Event()
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[IndexedDelta | RuntimeError] = asyncio.Queue()
+        self.prompt_scores: list[PromptScores | None] = [None] * num_sequences
+        self._events: asyncio.Queue[IndexedDelta | RuntimeError | None] = asyncio.Queue()
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -83,9 +84,12 @@ class RequestStream:
             SequenceFailed: One of the sequences failed.
             RequestCancelled: `cancel` was called.
         """
-        if self._unfinished == 0:
-            raise StopAsyncIteration
-        event = await self._events.get()
+        event = None
+        while event is None:
+            if self._unfinished == 0:
+                raise StopAsyncIteration
+            event = await self._events.get()
+            self._unfinished -= event is None
         if isinstance(event, RuntimeError):
             raise event
         self._unfinished -= event.delta.finish_reason is not None
@@ -101,8 +105,8 @@ class RequestStream:
             self._is_cancelled.set()
             self.post(RequestCancelled("the request was cancelled."))
 
-    def post(self, event: IndexedDelta | RuntimeError) -> None:
-        """Hands an event to the consumer, from any thread."""
+    def post(self, event: IndexedDelta | RuntimeError | None) -> None:
+        """Hands an event to the consumer, from any thread; None is the end of a sequence without a token."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the consumer's event loop is closed: nobody listens any more
@@ -190,14 +194,19 @@ class Engine:
                 last = SequenceFailed("decoding failed.")
             # First free the slot: a client that has its answer finds room for its next request.
             self._release(time.monotonic() - started_at_s)
-            if last is not None:
+            if last is not None or sequence.spec.max_new_tokens == 0:
                 sequence.request.post(last)
 
     def _decode(self, sequence: _Sequence) -> IndexedDelta | None:
         """Posts every delta but the last, which it returns; None if the request was cancelled."""
         request = sequence.request
         request.started_at_s = request.started_at_s or time.monotonic()
-        deltas = decode_sequence(self.served, sequence.spec)
+        spec = sequence.spec
+        if spec.prompt_logprobs is not None:
+            request.prompt_scores[sequence.index] = score_prompt(self.served, spec.prompt, spec.prompt_logprobs)
+        if spec.max_new_tokens == 0:
+            return None
+        deltas = decode_sequence(self.served, spec)
         while not request.is_cancelled:
             event = IndexedDelta(sequence.index, next(deltas))
             if event.delta.finish_reason is not None:

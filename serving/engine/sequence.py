@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from model.generate import generate
+import torch
+
+from model.generate import describe_token, generate
 from model.sampling import SamplingParams
 from serving.engine.loading import ServedModel
 from serving.engine.text import TextStream
@@ -25,6 +27,15 @@ class SequenceSpec:
     include_stop: bool = False
     ignore_eos: bool = False
     n_top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Logprob of each prompt token but the first, and so many most probable ones at its place."""
+
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,15 @@ class Delta:
     top_logprobs: list[tuple[int, float]]
     finish_reason: FinishReason | None
     stop_reason: str | None
+
+
+@torch.inference_mode()
+def score_prompt(served: ServedModel, prompt: tuple[int, ...], n_top_logprobs: int) -> PromptScores:
+    """Returns the log-softmax of the raw fp32 logits at each prompt token but the first."""
+    batch = torch.tensor([prompt], device=served.model.model.embed_tokens.weight.device)
+    logits = served.model(batch)[0, :-1]
+    scored = [describe_token(row, token, n_top_logprobs) for row, token in zip(logits, prompt[1:], strict=True)]
+    return PromptScores([one.logprob for one in scored], [one.top_logprobs for one in scored])
 
 
 def decode_sequence(served: ServedModel, spec: SequenceSpec) -> Iterator[Delta]:

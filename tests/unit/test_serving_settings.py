@@ -31,6 +31,9 @@ def test_a_relative_checkpoint_starts_at_the_repository() -> None:
         ({"num_slots": 2.0}, "num_slots"),
         ({"max_waiting": -1}, "max_waiting"),
         ({"max_waiting": 10_000}, "max_waiting"),
+        ({"follow_interval_s": 0}, "follow_interval_s"),
+        ({"follow_interval_s": True}, "follow_interval_s"),
+        ({"follow_interval_s": float("nan")}, "follow_interval_s"),
         ({"checkpont": "x"}, "checkpoint"),
     ],
 )
