@@ -48,7 +48,9 @@ def test_a_run_reports_every_load_and_draws_it(
         for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
             assert 0 < point[name]["p50"] <= point[name]["p95"] <= point[name]["p99"]
         assert point["ttft_ms"]["p50"] <= point["e2e_ms"]["p50"]
-    assert one["ceiling_pct"] == pytest.approx(100 * one["tokens_per_s"] / one["ceiling_tokens_per_s"], rel=0.01)  # rounded too
+    assert one["ceiling_pct"] == pytest.approx(
+        100 * one["tokens_per_s"] / one["ceiling_tokens_per_s"], rel=0.01
+    )  # rounded too
     assert "ceiling_pct" not in rate
     plot = tmp_path / "plot.svg"
     options = ("--label", "<a> & b", "--concurrency", "1,2", "--with", str(tmp_path / "a.json"), "--plot", str(plot))
