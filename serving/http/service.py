@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from serving.engine.engine import Engine
 from serving.engine.loading import ServedModel, load_served_model
+from serving.engine.weights import decoding_dtype
 from serving.http.answers import CheckpointId, Health
 from serving.http.errors import ApiError
 from serving.settings import Settings, parse_settings
@@ -103,7 +105,13 @@ def checkpoint_id(served: ServedModel) -> CheckpointId:
 
 
 def _start(served: ServedModel, settings: Settings) -> Engine:
-    return Engine(served, num_slots=settings.num_slots, max_waiting=settings.max_waiting)
+    return Engine(
+        served,
+        num_slots=settings.num_slots,
+        max_waiting=settings.max_waiting,
+        dtype=decoding_dtype(settings.dtype, served.model),
+        num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
+    )
 
 
 def _refuse_another_model(current: ServedModel, new: ServedModel) -> None:
