@@ -120,7 +120,8 @@ def serve_run(checkpoint: Path, *, api_key: str | None = None, **limits: Any) ->
     """Starts a service of a checkpoint in this process, without Ray."""
     runner = asyncio.Runner()
     service = Service()
-    runner.run(service.update({"checkpoint": str(checkpoint), **limits}))
+    # One thread: the model is tiny, a second one costs more in waiting than it computes.
+    runner.run(service.update({"checkpoint": str(checkpoint), "num_threads": 1, **limits}))
     return Served(service=service, runner=runner, client=Client(create_app(service, api_key=api_key), runner))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from serving.engine.engine import Engine, IndexedDelta, RequestStream
 from serving.engine.loading import ServedModel
 from serving.engine.sequence import SequenceSpec
+from serving.engine.weights import decoding_dtype
 
 
 class LocalEngine:
@@ -13,7 +14,8 @@ class LocalEngine:
 
     def __init__(self, served: ServedModel, *, num_slots: int, max_waiting: int = 0) -> None:
         self.served = served
-        self._engine = Engine(served, num_slots=num_slots, max_waiting=max_waiting)
+        dtype = decoding_dtype("auto", served.model)  # as the service's, for the same text
+        self._engine = Engine(served, num_slots=num_slots, max_waiting=max_waiting, dtype=dtype)
         self._runner = asyncio.Runner()
 
     def submit(self, specs: Sequence[SequenceSpec]) -> RequestStream:

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
-from model.generate import describe_token, generate
+from model.generate import GeneratedToken, generate
 from model.sampling import SamplingParams
+from model.tokenizer import Tokenizer
 from serving.engine.loading import ServedModel
 from serving.engine.text import TextStream
 
@@ -16,7 +15,12 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """One sequence to decode: `prompt` plus at most `max_new_tokens`, reproducible by (seed, choice)."""
+    """One sequence to decode: `prompt` plus at most `max_new_tokens`, reproducible by (seed, choice).
+
+    Attributes:
+        prompt_logprobs: None, or ask for the scores of the prompt with so many alternatives for each token;
+            then max_new_tokens may be 0, which decodes nothing.
+    """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
@@ -31,14 +35,6 @@ class SequenceSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Logprob of each prompt token but the first, and so many most probable ones at its place."""
-
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
-
-
-@dataclass(frozen=True, slots=True)
 class Delta:
     """One decoded token with the text that became certain through it; `finish_reason` is set on the last."""
 
@@ -50,19 +46,47 @@ class Delta:
     stop_reason: str | None
 
 
-@torch.inference_mode()
-def score_prompt(served: ServedModel, prompt: tuple[int, ...], n_top_logprobs: int) -> PromptScores:
-    """Returns the log-softmax of the raw fp32 logits at each prompt token but the first."""
-    batch = torch.tensor([prompt], device=served.model.model.embed_tokens.weight.device)
-    logits = served.model(batch)[0, :-1]
-    scored = [describe_token(row, token, n_top_logprobs) for row, token in zip(logits, prompt[1:], strict=True)]
-    return PromptScores([one.logprob for one in scored], [one.top_logprobs for one in scored])
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Natural logarithms of the probabilities of `prompt[1:]`, each after the tokens before it.
+
+    Attributes:
+        logprobs: The log-softmax of the raw logits in fp32; one fewer than the prompt has tokens.
+        top_logprobs: For each of them the most probable tokens, best first, the lowest token id on a tie.
+    """
+
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+class Transcript:
+    """What a sequence has said so far: it turns tokens into deltas and knows when the sequence ends.
+
+    Attributes:
+        output: Tokens so far.
+    """
+
+    def __init__(self, spec: SequenceSpec, tokenizer: Tokenizer) -> None:
+        self.output: list[int] = []
+        self._max_new_tokens = spec.max_new_tokens
+        self._eos_id = None if spec.ignore_eos else tokenizer.eos_id
+        self._text = TextStream(tokenizer.token_bytes, spec.stop, include_stop=spec.include_stop)
+
+    def push(self, generated: GeneratedToken) -> Delta:
+        """Adds a token and returns its delta. EOS comes before a stop string, and that before the length."""
+        token, logprob, top_logprobs = generated
+        self.output.append(token)
+        is_eos = token == self._eos_id
+        is_last = is_eos or len(self.output) == self._max_new_tokens
+        piece = self._text.push(token, is_last=is_last)
+        is_stopped = is_eos or self._text.stop_reason is not None
+        finish: FinishReason | None = "stop" if is_stopped else "length" if is_last else None
+        return Delta(token, piece, logprob, top_logprobs, finish, self._text.stop_reason)
 
 
 def decode_sequence(served: ServedModel, spec: SequenceSpec) -> Iterator[Delta]:
-    """Yields the tokens of one sequence, decoded alone; the last one carries the finish reason."""
-    eos_id = None if spec.ignore_eos else served.tokenizer.eos_id
-    text = TextStream(served.tokenizer.token_bytes, spec.stop, include_stop=spec.include_stop)
+    """Yields the deltas of one sequence by naive generation: the oracle of the engine."""
+    transcript = Transcript(spec, served.tokenizer)
     tokens = generate(
         served.model,
         spec.prompt,
@@ -70,15 +94,11 @@ def decode_sequence(served: ServedModel, spec: SequenceSpec) -> Iterator[Delta]:
         max_new_tokens=spec.max_new_tokens,
         seed=spec.seed,
         choice=spec.choice,
-        eos_id=eos_id,
+        eos_id=None if spec.ignore_eos else served.tokenizer.eos_id,
         n_top_logprobs=spec.n_top_logprobs,
     )
-    for count, (token, logprob, top_logprobs) in enumerate(tokens, start=1):
-        is_eos = token == eos_id
-        is_last = is_eos or count == spec.max_new_tokens
-        piece = text.push(token, is_last=is_last)
-        is_stopped = is_eos or text.stop_reason is not None
-        finish: FinishReason | None = "stop" if is_stopped else "length" if is_last else None
-        yield Delta(token, piece, logprob, top_logprobs, finish, text.stop_reason)
-        if finish is not None:
+    for generated in tokens:
+        delta = transcript.push(generated)
+        yield delta
+        if delta.finish_reason is not None:
             return

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from model.checkpoint import resolve_checkpoint
 from model.complete import COMPLETE, CheckpointError
 from serving.engine.engine import Engine
 from serving.engine.loading import ServedModel, load_served_model
+from serving.engine.weights import decoding_dtype
 from serving.http.answers import CheckpointId, Health
 from serving.http.errors import ApiError
 from serving.http.metrics import Metrics
@@ -175,7 +177,13 @@ def checkpoint_id(served: ServedModel) -> CheckpointId:
 
 
 def _start(served: ServedModel, settings: Settings) -> Engine:
-    return Engine(served, num_slots=settings.num_slots, max_waiting=settings.max_waiting)
+    return Engine(
+        served,
+        num_slots=settings.num_slots,
+        max_waiting=settings.max_waiting,
+        dtype=decoding_dtype(settings.dtype, served.model),
+        num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
+    )
 
 
 def _refuse_another_model(current: ServedModel, new: ServedModel) -> None:
