@@ -5,6 +5,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,11 @@ class Server:
 def http_server(checkpoint: Path, *, api_key: str | None = None, **limits: Any) -> Iterator[Server]:
     """Serves a checkpoint on a free port until the block ends."""
     service = Service()
-    asyncio.run(service.update({"checkpoint": str(checkpoint), **limits}))
+    # The models of tests are tiny: a second thread costs more in waiting than it computes.
+    config = {"checkpoint": str(checkpoint), "num_threads": 1, **limits}
+    # In a thread, as the test's own may have an event loop running.
+    with ThreadPoolExecutor(1) as thread_of_loading:
+        thread_of_loading.submit(asyncio.run, service.update(config)).result()
     app = create_app(service, api_key=api_key)
     listener = socket.create_server(("127.0.0.1", 0))
     # Of the two implementations of HTTP that uvicorn has, h11 is the one that is always there.
