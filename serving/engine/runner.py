@@ -26,7 +26,6 @@ class Runner:
         self.config = model.config
         self._weights = read_weights(model, dtype)
         self._rotary = model.model.rotary
-        self._dtype = dtype
         self._device = self._weights.embedding.device
         self._cache = SlotCache(model.config, num_slots, dtype, self._device)
 
@@ -47,7 +46,7 @@ class Runner:
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Computes one token in each of the first B rows at its position; returns the logits (B, V) after it."""
-        padding = [0] * (_width(len(tokens), self._dtype) - len(tokens))
+        padding = [0] * (_width(len(tokens)) - len(tokens))
         attend = self._cache.decode(positions, len(padding))
         hidden = self._forward([*tokens, *padding], [*positions, *padding], attend)
         return self._logits(hidden)[: len(tokens)]
@@ -81,14 +80,13 @@ class Runner:
         return F.linear(hidden, self._weights.embedding)
 
 
-def _width(num_rows: int, dtype: torch.dtype) -> int:
+def _width(num_rows: int) -> int:
     """Returns the number of rows, a power of two, at which so many are computed.
 
-    A row's result must not depend on how many others there are. The libraries' products take another way, which sums
-    in another order, only for one or two rows of fp32; so there are never fewer than four. In bf16 all widths agree.
+    A row's result must not depend on how many others there are. The libraries' products of fewer than four rows take
+    another way, which sums in another order; from four on a row comes out the same, bit for bit, at every width.
     """
-    least = 4 if dtype == torch.float32 else 1
-    return max(1 << (num_rows - 1).bit_length(), least)
+    return max(1 << (num_rows - 1).bit_length(), 4)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ class SlotCache:
 
     def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         """Reserves room for max_seq_len tokens in each of `num_slots` rows; memory is touched only when written."""
-        shape = (num_slots, config.n_kv_heads, read_length(config.max_seq_len), config.head_dim)
+        # A row more than slots: a single sequence has something to be computed with, see `DecodeAttention`.
+        shape = (num_slots + 1, config.n_kv_heads, read_length(config.max_seq_len), config.head_dim)
         self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
         self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
 
@@ -78,35 +79,38 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """Attention of one new token in each of the first B rows, each at a position of its own."""
+    """Attention of one new token in each of the first B rows, each at a position of its own.
+
+    One row is computed with the next one beside it, whatever that holds: alone it would be summed in another order.
+    """
 
     def __init__(self, keys: list[Tensor], values: list[Tensor], positions: Sequence[int], num_padding: int) -> None:
         self._keys = keys
         self._values = values
-        self._num_rows = len(positions)
-        self._num_padding = num_padding
+        self._num_rows = B = len(positions)
+        self._num_computed = max(B, 2)
+        self._num_padding = num_padding + B - self._num_computed
         _, num_kv_heads, length, _ = keys[0].shape
-        B, device = len(positions), keys[0].device
         self._num_read = read_length(max(positions) + 1)
-        at = torch.tensor(positions, device=device)
+        at = torch.tensor(positions, device=keys[0].device)
         # Where each row's heads have their new entry in the cache seen as one list of entries of width E.
-        heads = torch.arange(B * num_kv_heads, device=device).view(B, num_kv_heads)
+        heads = torch.arange(B * num_kv_heads, device=at.device).view(B, num_kv_heads)
         self._entries = (heads * length + at[:, None]).flatten()  # (B * K,)
-        is_later = torch.arange(self._num_read, device=device) > at[:, None]
-        mask = torch.zeros(is_later.shape, dtype=keys[0].dtype, device=device).masked_fill_(is_later, -torch.inf)
-        self._mask = mask[:, None, None]  # (B, 1, 1, L)
+        is_later = torch.arange(self._num_read, device=at.device) > at[:, None]
+        mask = torch.zeros(is_later.shape, dtype=keys[0].dtype, device=at.device).masked_fill_(is_later, -torch.inf)
+        self._mask = F.pad(mask, (0, 0, 0, self._num_computed - B))[:, None, None]  # (C, 1, 1, L), C rows computed
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores k and v (N, K, E) and returns what the queries (N, H, E) read, (N, H * E)."""
         keys, values = self._keys[layer], self._values[layer]
-        B, (_, K, E) = self._num_rows, k.shape
+        B, C, (_, K, E) = self._num_rows, self._num_computed, k.shape
         keys.view(-1, E).index_copy_(0, self._entries, k[:B].reshape(-1, E))
         values.view(-1, E).index_copy_(0, self._entries, v[:B].reshape(-1, E))
         # The G query heads of one key/value head stand where more tokens would: nothing is repeated.
         y = F.scaled_dot_product_attention(
-            q[:B].reshape(B, K, -1, E), keys[:B, :, : self._num_read], values[:B, :, : self._num_read], self._mask
-        )  # (B, K, G, E)
-        return F.pad(y.reshape(B, -1), (0, 0, 0, self._num_padding))
+            q[:C].reshape(C, K, -1, E), keys[:C, :, : self._num_read], values[:C, :, : self._num_read], self._mask
+        )  # (C, K, G, E)
+        return F.pad(y.reshape(C, -1), (0, 0, 0, self._num_padding))
 
 
 def read_length(num_tokens: int) -> int:
