@@ -1,8 +1,10 @@
 """Hostile requests with the answer that each must get, and a client that sends bytes as they are."""
 
 import asyncio
+import contextlib
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,7 +140,7 @@ def nested(rng: random.Random, model: Model) -> Case:
 def too_large(rng: random.Random, model: Model) -> Case:
     raw = b'{"prompt":"' + b"x" * (2 << 20) + b'"}'
     headers = rng.choice([{}, {"Transfer-Encoding": "chunked"}])
-    return _case("2 MiB", 413, raw, rng, headers=headers)
+    return _case("2 MiB", 413, raw, rng, headers=headers, pauses=32)
 
 
 def too_long_text(rng: random.Random, model: Model) -> Case:
@@ -220,22 +222,30 @@ KINDS: list[Callable[[random.Random, Model], Case]] = [
 async def send(host: str, port: int, case: Case, *, timeout_s: float = 60) -> tuple[int, bytes] | None:
     """Sends a case over a connection of its own and returns status and body; None where the client went away."""
     reader, writer = await asyncio.open_connection(host, port)
+    answer = asyncio.create_task(_read(reader))
     try:
         async with asyncio.timeout(timeout_s):
-            await _write(writer, case)
-            if case.status is None:
-                await asyncio.sleep(0)
-                return None
-            answer = await reader.read()
-    except ConnectionError:
-        answer = b""  # the server may close while a body is sent that it does not want
+            with contextlib.suppress(ConnectionError):
+                await _write(writer, case, answer)
+            return None if case.status is None else await answer
     finally:
+        answer.cancel()
         writer.close()
-    head, _, body = answer.partition(b"\r\n\r\n")
-    return (int(head.split(b" ", 2)[1]), body) if head else (0, b"")
 
 
-async def _write(writer: asyncio.StreamWriter, case: Case) -> None:
+async def _read(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Returns status and body; (0, b"") where the connection was reset before an answer came."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        body = await reader.readexactly(int(length[1])) if length else await reader.read()
+    except (ConnectionError, asyncio.IncompleteReadError):
+        return 0, b""
+    return int(head.split(b" ", 2)[1]), body
+
+
+async def _write(writer: asyncio.StreamWriter, case: Case, answer: asyncio.Task[tuple[int, bytes]]) -> None:
+    """Writes head and body; no more of it once there is an answer, as a refusal may come before the end."""
     is_chunked = "Transfer-Encoding" in case.headers
     length = {} if is_chunked else {"Content-Length": str(len(case.body))}
     headers = {"Host": "test", "Connection": "close", **length, **case.headers}
@@ -248,6 +258,8 @@ async def _write(writer: asyncio.StreamWriter, case: Case) -> None:
         await writer.drain()
         if case.pauses:
             await asyncio.sleep(0.005)
+        if answer.done():
+            return
     if is_chunked:
         writer.write(b"0\r\n\r\n")
     await writer.drain()
@@ -259,7 +271,7 @@ def verdict(case: Case, answer: tuple[int, bytes] | None) -> str | None:
         return None
     status, body = answer or (0, b"")
     if case.kind == "2 MiB" and status == 0:
-        return None  # the refusal was sent, and lost where the connection was reset under the rest of the body
+        return None  # the refusal was sent, and lost where the connection was reset under what was still written
     if status != case.status:
         return f"{case.kind}: {status} in place of {case.status} for {case.path} {case.body[:300]!r}: {body[:300]!r}"
     if status >= 400:

@@ -64,25 +64,41 @@ async def next_delta(stream: RequestStream, deadline_s: float) -> IndexedDelta |
         ApiError: 408 at the deadline, 500 when the sequence failed.
     """
     try:
-        async with asyncio.timeout_at(deadline_s):
-            return await anext(stream, None)
+        return await _next_before(stream, deadline_s)
     except TimeoutError:
-        message = "the answer was not finished within timeout_s: ask for fewer tokens or allow more time."
-        raise ApiError(408, "timeout", message, param="timeout_s") from None
-    except SequenceFailed:
-        raise engine_error() from None
+        raise _too_late() from None
 
 
 async def with_pings(
     stream: RequestStream, delta: IndexedDelta | None, deadline_s: float
 ) -> AsyncGenerator[IndexedDelta | None, None]:
-    """Yields `delta` and those after it, and None whenever the next one takes longer than a ping may."""
+    """Yields `delta` and those after it, and None whenever the next one takes longer than a ping may.
+
+    Raises:
+        ApiError: As `next_delta`.
+    """
+    loop = asyncio.get_running_loop()
     while delta is not None:
         yield delta
         while True:
             try:
-                async with asyncio.timeout(PING_INTERVAL_S):
-                    delta = await next_delta(stream, deadline_s)
+                # One timer for ping and deadline: there are as many of them as tokens.
+                delta = await _next_before(stream, min(loop.time() + PING_INTERVAL_S, deadline_s))
                 break
             except TimeoutError:
+                if loop.time() >= deadline_s:
+                    raise _too_late() from None
                 yield None
+
+
+async def _next_before(stream: RequestStream, until_s: float) -> IndexedDelta | None:
+    try:
+        async with asyncio.timeout_at(until_s):
+            return await anext(stream, None)
+    except SequenceFailed:
+        raise engine_error() from None
+
+
+def _too_late() -> ApiError:
+    message = "the answer was not finished within timeout_s: ask for fewer tokens or allow more time."
+    return ApiError(408, "timeout", message, param="timeout_s")
