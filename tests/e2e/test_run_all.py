@@ -15,15 +15,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster import ports, processes
 from cluster.settings import DEFAULT_PORTS, REPOSITORY, read_settings
+from tests import kills
 
 # The first test may have to install everything.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -86,6 +88,18 @@ class Machine:
     def left_processes(self) -> list[processes.Process]:
         settings = read_settings(self.variables)
         return [one for part in ("head", "mlflow") for one in processes.find_ours(settings.marker(part))]
+
+    def parts(self, run_name: str) -> kills.Parts:
+        """Returns the processes of the cluster by what they do for a run."""
+
+        def members() -> list[psutil.Process]:
+            found = []
+            for process in self.left_processes():
+                with suppress(psutil.NoSuchProcess):
+                    found.append(psutil.Process(process.pid))
+            return found
+
+        return kills.Parts(members, self.folder / "store" / "runs" / run_name)
 
     def url(self, port: str, path: str) -> str:
         return f"http://127.0.0.1:{self.variables[port]}{path}"

@@ -147,10 +147,11 @@ def test_second_run_trains_nothing_again(undisturbed: Job) -> None:
 
 
 def test_mlflow_has_one_run_with_each_step_once(undisturbed: Job, storage: Path) -> None:
-    assert_tracked(undisturbed, storage)
+    assert assert_tracked(undisturbed, storage).data.params["train.max_steps"] == "150"
 
 
-def assert_tracked(job: Job, storage: Path) -> None:
+def assert_tracked(job: Job, storage: Path) -> Any:
+    """Returns the job's MLflow run after a look at what every run has there."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{storage}/mlflow/mlflow.db")
@@ -158,13 +159,13 @@ def assert_tracked(job: Job, storage: Path) -> None:
     runs = client.search_runs([experiment.experiment_id], f"tags.mlflow.runName = '{job.run_folder.name}'")
     assert [run.info.run_id for run in runs] == [job.status()["mlflow_run_id"]]
     assert runs[0].info.status == "FINISHED"
-    assert runs[0].data.params["train.max_steps"] == "150"
     history = client.get_metric_history(runs[0].info.run_id, "train/loss")
     assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [
         (row.step, row.loss) for row in job.rows()
     ]
     artifacts = {item.path for item in client.list_artifacts(runs[0].info.run_id)}
     assert {"config.yaml", "samples", "checkpoints"} <= artifacts
+    return runs[0]
 
 
 def test_trained_checkpoint_is_the_same_model_in_transformers(undisturbed: Job, storage: Path) -> None:
