@@ -30,6 +30,7 @@ from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.job import Outcome
 from rayjob.training.metrics import read_metrics
+from rayjob.training.tracking import is_behind
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,8 @@ def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
     if job.step_to_go_on_from(config, corpus) >= n_steps:
         logger.info("run %s has all of its %d steps: nothing to train.", config.run_name, n_steps)
         set_stage(config, Outcome.DONE.value, n_steps)
+        if is_behind(config.run_folder):
+            job.send_to_trackers(config, corpus)
         return Outcome.DONE
     if _is_spent(config):
         set_stage(config, Outcome.BUDGET.value, n_steps)

@@ -116,6 +116,12 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event, fenc
     return Outcome.STOPPED if stop.is_set() else Outcome.BUDGET
 
 
+def send_to_trackers(config: JobConfig, corpus: PreparedCorpus) -> None:
+    """Sends what the trackers have not got of a run that is done."""
+    n_steps = steps_of_run(config, corpus)
+    Tracking(config.run_folder, _sinks(config, corpus.tokens_folder, n_steps, n_steps)).finish("FINISHED")
+
+
 def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event, fence: Fence) -> None:
     """Runs fit() to its end in a thread; passes a stop on and an error up."""
     os.environ.update({name: os.environ.get(name, value) for name, value in _RAY_TRAIN_SETTINGS.items()})
