@@ -1,8 +1,8 @@
 """Sends a run's metrics, samples and artifacts to MLflow, TensorBoard and Weights & Biases, from the driver.
 
 The workers only write files in the run folder; every tracker follows these files in a thread of its own. So a tracker
-that is slow, away or broken delays no step: its rows wait in metrics.csv and are sent when it is back, or by the next start. A
-note in the run folder says that there is something left to send.
+that is slow, away or broken delays no step: its rows wait in metrics.csv and are sent when it is back, or by the next
+start. A note in the run folder says that there is something left to send.
 """
 
 import logging
