@@ -7,6 +7,7 @@ State, ports and storage are this module's own: a cluster of the developer's on 
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ import pytest
 
 from cluster import ports, processes
 from cluster.settings import DEFAULT_PORTS, REPOSITORY, read_settings
+from model.checkpoint import list_checkpoints, step_of
 from tests import kills
 
 # The first test may have to install everything.
@@ -189,6 +191,12 @@ def test_second_run_does_no_work_twice(machine: Machine, first_run: tuple[int, s
     assert elapsed_s < first_run[2]
 
 
+def is_saved_from(run_folder: Path, step: int) -> bool:
+    """Says whether there is a checkpoint of this step or a later one."""
+    complete = list_checkpoints(run_folder)
+    return bool(complete) and step_of(complete[-1]) >= step
+
+
 def test_interrupted_run_saves_and_goes_on(machine: Machine, first_run: tuple[int, str, float]) -> None:
     """With the service of the first run still up, so that this also shows that both fit on the machine."""
     run = machine.start("run_all.sh", *machine.arguments("interrupted", 1500))
@@ -204,6 +212,29 @@ def test_interrupted_run_saves_and_goes_on(machine: Machine, first_run: tuple[in
     assert status["stage"] == "stopped"
     assert 0 < status["step"] < 1500
     assert Path(status["latest_checkpoint"]).name == f"step_{status['step']:08d}"
+
+    # SIGTERM as a pod gets it: to process 1 alone, which may be a shell with the command, and with five seconds left.
+    script = shlex.join(["bash", str(REPOSITORY / "cluster" / "run_all.sh"), *machine.arguments("interrupted", 3000)])
+    parts = machine.parts("interrupted")
+    pod = subprocess.Popen(
+        ["sh", "-c", script],
+        cwd=machine.folder,
+        env={**os.environ, **machine.variables},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    kills.wait_until(kills.from_step(parts.run_folder, status["step"] + 5), "a further step")
+    at_notice, noticed_at_s = kills.last_step(parts.run_folder), time.monotonic()
+    pod.send_signal(signal.SIGTERM)
+    kills.wait_until(lambda: is_saved_from(parts.run_folder, at_notice), "a save at the notice")
+    saved_s = time.monotonic() - noticed_at_s
+    output = pod.communicate()[0]
+    ended_s = time.monotonic() - noticed_at_s
+    assert pod.returncode == 3, output
+    print(f"saved after {saved_s:.1f} s, ended after {ended_s:.1f} s")
+    assert saved_s < 5
+    status = last_json(output)
+    assert status["stage"] == "stopped"
 
     steps = status["step"] + 20
     exit_code, output = machine.run_all("interrupted", steps)

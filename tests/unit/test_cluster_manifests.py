@@ -1,4 +1,4 @@
-"""The Dockerfile and the manifests of Kubernetes and SkyPilot, held to the facts of the product. None of them is run."""
+"""The Dockerfile and the manifests of KubeRay and SkyPilot, held to the facts of the product. None of them is run."""
 
 import json
 import re
