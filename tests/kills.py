@@ -17,8 +17,8 @@ import psutil
 
 from model.checkpoint import list_checkpoints, load_model, load_trainer_state
 from rayjob.training.metrics import METRICS_FILE, MetricsRow, parse_line, read_metrics
-from rayjob.training.recorder import STARTS_FILE
 
+STARTS_FILE = "starts.jsonl"  # a line for each group of workers that has begun to train
 # What two runs of the same numbers may differ in: when and how fast, and so for how much.
 INCIDENTAL = {"wall_time", "elapsed_s", "tokens_per_s", "mfu_pct", "data_wait_pct", "cost_usd"}
 LIMIT_S = 240.0
@@ -117,14 +117,17 @@ def starts(run_folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def saving(run_folder: Path) -> list[Path]:
-    """Returns the checkpoints that are being written."""
-    return [path for path in run_folder.glob("*step_*") if path.name.endswith(".tmp")]
+def unfinished(run_folder: Path) -> set[tuple[str, int]]:
+    """Returns the checkpoints that still have a temporary name, with what tells one from an older one of that name."""
+    found = set()
+    for path in run_folder.glob("*step_*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino))
+    return found
 
 
-@contextlib.contextmanager
-def stopped_when(parts: Parts, is_moment: Callable[[], bool], what: str) -> Iterator[psutil.Process]:
-    """Stops rank 0 at a moment of which it has been made sure, and gives it; the block must kill it.
+def stop_rank_0(parts: Parts, is_moment: Callable[[], bool], what: str) -> psutil.Process:
+    """Stops rank 0 at a moment of which it has been made sure, and returns it.
 
     It is let run for a few milliseconds at a time, so that no moment that lasts longer is missed.
     """
@@ -136,11 +139,11 @@ def stopped_when(parts: Parts, is_moment: Callable[[], bool], what: str) -> Iter
             for process in rank_0:
                 process.send_signal(signal.SIGSTOP)
                 if is_moment():
-                    yield process
-                    return
+                    return process
                 process.send_signal(signal.SIGCONT)
         except psutil.NoSuchProcess:
             rank_0 = []
+    raise AssertionError
 
 
 def at_steps(run_folder: Path, steps: Collection[int]) -> Callable[[], bool]:
@@ -155,7 +158,8 @@ def from_step(run_folder: Path, step: int) -> Callable[[], bool]:
 
 def in_save(run_folder: Path) -> Callable[[], bool]:
     """The moments when a checkpoint is partly written: its folder still has its temporary name."""
-    return lambda: bool(saving(run_folder))
+    left = unfinished(run_folder)  # by an earlier kill
+    return lambda: bool(unfinished(run_folder) - left)
 
 
 def in_validation(run_folder: Path, steps: Collection[int]) -> Callable[[], bool]:
@@ -166,7 +170,7 @@ def in_validation(run_folder: Path, steps: Collection[int]) -> Callable[[], bool
 
     def is_moment() -> bool:
         last = last_row(run_folder)
-        if last is None or last.step + 1 not in steps or saving(run_folder):
+        if last is None or last.step + 1 not in steps:
             return False
         rows = list(read_metrics(run_folder))[-10:]
         usual_s = statistics.median(b.wall_time - a.wall_time for a, b in itertools.pairwise(rows))

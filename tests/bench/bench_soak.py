@@ -107,8 +107,7 @@ class Soak:
             kills.wait_until(kills.from_step(folder, kills.last_step(folder) + rng.randint(1, 60)), "a step")
         elif moment != "at once":
             is_moment = kills.in_save(folder) if moment == "save" else kills.in_validation(folder, evaluated)
-            with kills.stopped_when(self.parts, is_moment, moment):
-                pass
+            kills.stop_rank_0(self.parts, is_moment, moment)
 
     def victims(self, kind: str) -> list[psutil.Process]:
         assert self.command is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from model.checkpoint import list_checkpoints
 from tests import kills
 from tests.integration.test_training import WORDS, Job, assert_tracked
 
@@ -60,24 +61,22 @@ def test_run_killed_everywhere_at_every_kind_of_moment_ends_as_the_undisturbed_o
     # Before there is any checkpoint.
     kills.wait_until(kills.from_step(folder, rng.randint(5, 20)), "a step")
     parts.kill("worker")
-    # Twice in a row, the second time before there is a newer checkpoint: first inside a save, then at a first step.
-    with kills.stopped_when(parts, kills.in_save(folder), "a save") as rank_0:
-        begun = kills.starts(folder)
-        kills.kill([rank_0])
+    # Twice in a row, the second time before there is a newer checkpoint: inside a save, then as soon as it trains.
+    kills.kill([kills.stop_rank_0(parts, kills.in_save(folder), "a save")])
+    begun, complete = kills.starts(folder), list_checkpoints(folder)
     kills.wait_until(lambda: kills.starts(folder) > begun and bool(parts.rank_0()), "the next start")
-    with kills.stopped_when(parts, lambda: not kills.saving(folder), "a moment before the next save"):
-        kills.kill(parts.workers())
+    kills.kill(parts.workers())
+    assert list_checkpoints(folder) == complete
     # Ray Train's controller, at an epoch's last step. Nothing brings it back within a driver, which says so.
-    with kills.stopped_when(parts, kills.at_steps(folder, {epoch, 2 * epoch}), "the last step of an epoch"):
-        parts.kill("controller")
-        kills.kill(parts.workers())
+    kills.stop_rank_0(parts, kills.at_steps(folder, {epoch, 2 * epoch}), "the last step of an epoch")
+    kills.kill([*parts.of_kind("controller"), *parts.workers()])
     assert driver.wait(timeout=120) == 1
     assert "the same command goes on from the last checkpoint" in job.log.read_text()
     driver = job.start()
     parts = local_parts(job, driver.pid)
     # All workers, inside a validation after the first epoch.
-    with kills.stopped_when(parts, kills.in_validation(folder, {80, 120, 160}), "a validation"):
-        kills.kill(parts.workers())
+    kills.stop_rank_0(parts, kills.in_validation(folder, {80, 120, 160}), "a validation")
+    kills.kill(parts.workers())
     assert kills.last_step(folder) > epoch
     # The driver with its cluster, further on.
     kills.wait_until(kills.from_step(folder, kills.last_step(folder) + rng.randint(5, 20)), "a further step")
