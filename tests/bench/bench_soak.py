@@ -32,7 +32,7 @@ import psutil
 
 from cluster.settings import DEFAULT_PORTS, REPOSITORY
 from tests import kills
-from tests.e2e.test_run_all import Machine, free_ports, write_books
+from tests.e2e.test_run_all import Machine, free_ports, handles, write_books
 
 # Weights: what is restarted quickly is killed more often.
 KINDS = {"worker": 8, "rank 0": 8, "all workers": 7, "controller": 5, "driver": 6, "raylet": 4, "gcs": 3, "head": 3}
@@ -88,7 +88,7 @@ class Soak:
             with suppress(psutil.NoSuchProcess):
                 survivor.send_signal(signal.SIGCONT)
         self.await_training(begun, kind)
-        resumed = resumed_from(folder)[-1]
+        resumed = resumed_from(folder)[-1] if kills.starts(folder) > begun else reached
         self.done.append(
             {"kind": kind, "moment": moment, "at_step": reached, "resumed_from": resumed}
             | {"repeated": max(0, reached - resumed), "outage_s": round(time.monotonic() - killed_at_s, 1)}
@@ -116,7 +116,7 @@ class Soak:
         if kind == "everything":
             return [psutil.Process(self.command.pid), *self.parts.members()]
         if kind == "head":
-            return [one for one in self.parts.members() if "mlflow server" not in " ".join(one.cmdline())]
+            return handles(self.machine.processes_of("head"))
         return self.parts.of_kind(kind)
 
     def await_training(self, begun: int, kind: str) -> None:

@@ -88,23 +88,28 @@ class Machine:
         return [int(line.partition(",")[0]) for line in lines[1:]]
 
     def left_processes(self) -> list[processes.Process]:
-        settings = read_settings(self.variables)
-        return [one for part in ("head", "mlflow") for one in processes.find_ours(settings.marker(part))]
+        return [one for part in ("head", "mlflow") for one in self.processes_of(part)]
+
+    def processes_of(self, part: str) -> list[processes.Process]:
+        """Returns the processes of the Ray head and all that runs on it, `head`, or of the MLflow server, `mlflow`."""
+        return processes.find_ours(read_settings(self.variables).marker(part))
 
     def parts(self, run_name: str) -> kills.Parts:
         """Returns the processes of the cluster by what they do for a run."""
 
-        def members() -> list[psutil.Process]:
-            found = []
-            for process in self.left_processes():
-                with suppress(psutil.NoSuchProcess):
-                    found.append(psutil.Process(process.pid))
-            return found
-
-        return kills.Parts(members, self.folder / "store" / "runs" / run_name)
+        return kills.Parts(lambda: handles(self.left_processes()), self.folder / "store" / "runs" / run_name)
 
     def url(self, port: str, path: str) -> str:
         return f"http://127.0.0.1:{self.variables[port]}{path}"
+
+
+def handles(found: list[processes.Process]) -> list[psutil.Process]:
+    """Returns those of the processes that are still there, as what can be stopped and killed."""
+    living = []
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            living.append(psutil.Process(process.pid))
+    return living
 
 
 def free_ports(count: int) -> list[int]:

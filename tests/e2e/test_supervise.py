@@ -17,7 +17,7 @@ import pytest
 
 from rayjob.training.metrics import read_metrics
 from tests import kills
-from tests.e2e.test_run_all import Machine, last_json, machine_in
+from tests.e2e.test_run_all import Machine, handles, last_json, machine_in
 
 # The first test may have to install everything.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -69,7 +69,7 @@ def outage(machine: Machine) -> tuple[float, float]:
     run = machine.start("run_all.sh", *machine.arguments("undisturbed", STEPS), *SETTINGS, uri)
     output = read_until(run, is_step)
     parts = machine.parts("undisturbed")
-    server = [process for process in parts.named("mlflow") if " -m rayjob " not in " ".join(process.cmdline())]
+    server = handles(machine.processes_of("mlflow"))
     begin_s, first = time.time(), kills.last_step(parts.run_folder)
     for process in server:
         process.send_signal(signal.SIGSTOP)
