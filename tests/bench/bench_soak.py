@@ -82,7 +82,8 @@ class Soak:
         folder, begun = self.parts.run_folder, kills.starts(self.parts.run_folder)
         self.await_moment(moment, rng)
         reached, killed_at_s = kills.last_step(folder), time.monotonic()
-        victims = self.victims(kind)
+        victims: list[psutil.Process] = []
+        kills.wait_until(lambda: bool(victims.extend(self.victims(kind)) or victims), f"a {kind} to kill")
         kills.kill(victims)
         for survivor in self.parts.workers():  # one that was stopped for the moment could not be ended by Ray
             with suppress(psutil.NoSuchProcess):
@@ -130,6 +131,7 @@ class Soak:
             return
         for _ in kills.ticks("training to go on"):
             if self.command.poll() is not None:
+                assert self.command.returncode != 0, "the run was done before the kills were: give it more steps"
                 self.start()
             if kills.starts(self.parts.run_folder) > begun and self.parts.rank_0():
                 return

@@ -85,6 +85,12 @@ class Job:
         loaded: dict[str, Any] = json.loads(output.stdout)
         return loaded
 
+    def mlflow_status(self) -> str:
+        from mlflow import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{self.run_folder.parents[1]}/mlflow/mlflow.db")
+        return str(client.get_run(self.status()["mlflow_run_id"]).info.status)
+
     def wait_for_step(self, step: int, process: subprocess.Popen[bytes]) -> None:
         wait_until(lambda: bool(self.rows()) and self.rows()[-1].step >= step, process, self.log)
 
@@ -208,6 +214,7 @@ def test_sigterm_saves_and_exits_3_and_the_same_command_goes_on(undisturbed: Job
     stopped_at = job.rows()[-1].step
     assert list_checkpoints(job.run_folder)[-1].name == f"step_{stopped_at:08d}"
     assert job.status()["stage"] == "stopped"
+    assert job.mlflow_status() == "KILLED"
     assert job.run() == 0
     assert kills.differences(undisturbed.run_folder, job.run_folder) == []
     assert f"resuming from {job.run_folder}/step_{stopped_at:08d}" in job.log.read_text()
@@ -246,6 +253,7 @@ def test_loss_that_is_not_finite_ends_the_run_with_the_reason_and_a_sound_checkp
     assert job.run() == 1
     assert job.status()["restarts"] == 0, "a retry would repeat it"
     assert job.status()["stage"] == "failed"
+    assert job.mlflow_status() == "FAILED"
     last = job.rows()[-1].step if job.rows() else 0
     assert f"step {last + 1}: loss" in job.log.read_text()
     for checkpoint in list_checkpoints(job.run_folder):
