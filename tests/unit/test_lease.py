@@ -125,6 +125,8 @@ def test_stopped_driver_that_was_passed_over_writes_no_more_and_ends_when_it_goe
 ) -> None:
     monkeypatch.setattr(lease, "SILENT_S", 1.0)  # twenty of its beats
     zombie = start("no flock")
+    while not (tmp_path / "written").exists():
+        assert zombie.poll() is None
     zombie.send_signal(signal.SIGSTOP)
     with hold_run(tmp_path, "run x") as fence:
         written = (tmp_path / "written").stat().st_size

@@ -5,14 +5,14 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from rayjob.config import JobConfig, TrackingConfig
-from rayjob.training import tracking
+from rayjob.training import follow, tracking
 from rayjob.training.metrics import MetricsRow, MetricsWriter
 from rayjob.training.mlflow_sink import MlflowSink, read_run_id, tracking_uri
 from rayjob.training.narration import Narration, format_duration, progress_line
@@ -87,6 +87,7 @@ def test_each_outage_is_told_once_and_so_is_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracking, "_RETRY_S", 0.01)
+    monkeypatch.setattr(follow, "_POLL_S", 0.01)
     writer = MetricsWriter(tmp_path, 0)
     tracker = FlakyTracker(failures=0)
     with caplog.at_level(logging.WARNING):
@@ -105,22 +106,10 @@ def test_each_outage_is_told_once_and_so_is_its_end(
     assert not is_behind(tmp_path)
 
 
-def refuse(port: int) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext()
-
-
-def accept_and_never_answer(port: int) -> contextlib.AbstractContextManager[object]:
-    return socket.create_server(("127.0.0.1", port))
-
-
-@pytest.mark.parametrize("server", [refuse, accept_and_never_answer])
-def test_server_that_is_away_all_the_time_costs_an_end_in_time_and_gets_all_at_the_next_start(
-    server: Callable[[int], contextlib.AbstractContextManager[object]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_server_that_is_away_all_the_time_costs_an_end_in_time_and_gets_all_at_a_later_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """MLflow's real client and store; the server's port refuses connections, or takes them and never answers."""
+    """MLflow's real client and store; the server's port refuses connections, then takes them and never answers."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setattr(tracking, "_RETRY_S", 0.1)
     monkeypatch.setattr(tracking, "_FINISH_TIMEOUT_S", 3.0)
@@ -130,16 +119,19 @@ def test_server_that_is_away_all_the_time_costs_an_end_in_time_and_gets_all_at_t
     away.run_folder.mkdir(parents=True)
     (away.run_folder / "config.yaml").write_text("seed: 0\n")
     writer = MetricsWriter(away.run_folder, 0)
-    with server(port), caplog.at_level(logging.WARNING, logger="rayjob"):
-        following = Tracking(away.run_folder, [MlflowSink(away, tmp_path)])
-        for step in range(1, 41):
-            writer.write(row(step))
-        begun_at_s = time.monotonic()
-        following.finish("FINISHED")
-        assert time.monotonic() - begun_at_s < 5.0
-    assert is_behind(away.run_folder)
-    assert caplog.text.count("Training goes on") == 1
-    assert "mlflow did not take everything" in caplog.text
+    servers = {1: contextlib.nullcontext, 21: lambda: socket.create_server(("127.0.0.1", port))}
+    for step, server in servers.items():
+        caplog.clear()
+        with server(), caplog.at_level(logging.WARNING, logger="rayjob"):
+            following = Tracking(away.run_folder, [MlflowSink(away, tmp_path)])
+            for one in range(step, step + 20):
+                writer.write(row(one))
+            begun_at_s = time.monotonic()
+            following.finish("FINISHED")
+            assert time.monotonic() - begun_at_s < 10.0, "three seconds, and what a busy machine adds"
+        assert is_behind(away.run_folder)
+        assert caplog.text.count("Training goes on") <= 1, "a first request may still be waited for"
+        assert "mlflow did not take everything" in caplog.text
 
     back = JobConfig(storage=str(tmp_path))
     monkeypatch.setattr(tracking, "_FINISH_TIMEOUT_S", 60.0)
