@@ -15,7 +15,7 @@ from model.checkpoint import list_checkpoints
 from tests import kills
 from tests.integration.test_training import WORDS, Job, assert_tracked
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # 3 epochs; validations and saves on steps of their own, and none at an epoch's last step but the run's.
 SETTINGS = """

@@ -70,7 +70,7 @@ class Job:
             )
 
     def run(self, command: str = "run") -> int:
-        return self.start(command).wait(timeout=240)
+        return self.start(command).wait(timeout=480)
 
     def rows(self) -> list[MetricsRow]:
         return list(read_metrics(self.run_folder))
