@@ -25,6 +25,7 @@ from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
+from rayjob.lease import Fence
 from rayjob.training.failure import forget_failure, raise_failure
 from rayjob.training.loop import TrainTask, train_loop
 from rayjob.training.metrics import Spent, cut_metrics, read_spent
@@ -80,12 +81,13 @@ def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
     return load_run(folder, config.model, identity)[1].step
 
 
-def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> Outcome:
+def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event, fence: Fence) -> Outcome:
     """Trains to the end, to a stop or to the end of the budget; Ray must be initialised.
 
     Args:
         config: of a run whose folder no other driver writes and whose checkpoints fit, see `step_to_go_on_from`.
         stop: set by a signal handler; the workers then save and return.
+        fence: of this driver's lease on the run; the workers ask it before they write.
 
     Raises:
         ConfigError: the cluster has too few GPUs.
@@ -103,7 +105,7 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
     tracking = Tracking(run_folder, _sinks(config, corpus.tokens_folder, n_steps, step))
     status = "FAILED"
     try:
-        _fit(config, corpus, spent, stop)
+        _fit(config, corpus, spent, stop, fence)
         raise_failure(run_folder)
         is_done = latest_step(config) >= n_steps
         status = "FINISHED" if is_done else "KILLED"
@@ -114,11 +116,17 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
     return Outcome.STOPPED if stop.is_set() else Outcome.BUDGET
 
 
-def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event) -> None:
+def send_to_trackers(config: JobConfig, corpus: PreparedCorpus) -> None:
+    """Sends what the trackers have not got of a run that is done."""
+    n_steps = steps_of_run(config, corpus)
+    Tracking(config.run_folder, _sinks(config, corpus.tokens_folder, n_steps, n_steps)).finish("FINISHED")
+
+
+def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event, fence: Fence) -> None:
     """Runs fit() to its end in a thread; passes a stop on and an error up."""
     os.environ.update({name: os.environ.get(name, value) for name, value in _RAY_TRAIN_SETTINGS.items()})
     stop_signal = StopSignal.remote()  # type: ignore[attr-defined]
-    task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, spent, stop_signal)
+    task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, spent, stop_signal, fence)
     trainer = _build_trainer(config, task)
     errors: list[BaseException] = []
 

@@ -25,6 +25,7 @@ from model.llama import Llama
 from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest
+from rayjob.lease import Fence
 from rayjob.training.evaluation import Evaluation, evaluate
 from rayjob.training.failure import write_failure
 from rayjob.training.feed import StepFeed, open_windows
@@ -49,6 +50,7 @@ class TrainTask:
     tokenizer_folder: Path
     spent: Spent  # before this driver, steps that are done again included
     stop_signal: Any  # handle of a StopSignal actor
+    fence: Fence  # asked before anything of the run is written
 
 
 def train_loop(loop_config: dict[str, Any]) -> None:
@@ -69,7 +71,9 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     model, optimizer, state = _start_or_resume(config, Manifest.load(task.tokens_folder), tokenizer, device)
     ddp = _wrap(model, train, device)
     _settle_buckets(ddp, feed, precision)
-    recorder = Recorder(config, state, task.spent, device, task.stop_signal) if dist.get_rank() == 0 else None
+    recorder = (
+        Recorder(config, state, task.spent, device, task.stop_signal, task.fence) if dist.get_rank() == 0 else None
+    )
 
     for index in range(state.step, n_steps):
         batch = feed.step_batch(index)
@@ -186,6 +190,7 @@ def _save_and_report(
     if recorder:
         if evaluation:
             write_sample(folder, state.step, model, tokenizer, task.config.seed)
+        task.fence.check()
         saved = save_run(folder, model, optimizer, state, task.tokenizer_folder, task.config.checkpoint.keep)
         recorder.saved()
         _report(saved, state)

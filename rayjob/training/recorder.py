@@ -9,6 +9,7 @@ import torch
 
 from rayjob.config import JobConfig
 from rayjob.hardware import find_gpu, mfu_pct
+from rayjob.lease import Fence
 from rayjob.training.feed import StepBatch
 from rayjob.training.metrics import MetricsRow, MetricsWriter, Spent, read_spent
 from rayjob.training.preemption import StopListener
@@ -29,11 +30,17 @@ class Recorder:
         spent: by earlier drivers.
         device: of the worker.
         stop_signal: handle of a StopSignal actor.
+        fence: of the driver's lease on the run.
+
+    Raises:
+        LeaseLostError: here or in `record`, before anything is written, if another driver has the run.
     """
 
     def __init__(
-        self, config: JobConfig, state: RunState, spent: Spent, device: torch.device, stop_signal: Any
+        self, config: JobConfig, state: RunState, spent: Spent, device: torch.device, stop_signal: Any, fence: Fence
     ) -> None:
+        fence.check()
+        self._fence = fence
         self._config = config
         self._stop = StopListener(stop_signal)
         self._policy = SavePolicy(config.checkpoint)
@@ -57,6 +64,7 @@ class Recorder:
         self, state: RunState, epoch: int, batch: StepBatch, step_s: float, lr: float, result: StepResult
     ) -> RunState:
         """Writes the row of a step and returns the state with the time so far."""
+        self._fence.check()
         state = state.at_cost(*self._spent_so_far())
         tokens_per_s = batch.n_tokens / step_s
         self._metrics.write(
