@@ -31,7 +31,7 @@ from rayjob.training.metrics import Spent, cut_metrics, read_spent
 from rayjob.training.mlflow_sink import MlflowSink
 from rayjob.training.narration import Narration
 from rayjob.training.preemption import StopRequest, StopSignal
-from rayjob.training.recovery import find_sound_checkpoint, forget_ray_snapshot, load_run
+from rayjob.training.recovery import forget_ray_snapshot, read_run, settle_checkpoints
 from rayjob.training.saving import RunIdentity
 from rayjob.training.schedule import WindowOrder, max_steps
 from rayjob.training.tensorboard_sink import TensorboardSink
@@ -73,11 +73,11 @@ def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
     Raises:
         CheckpointError: it is of another corpus, tokenizer, shape, seed or batch size.
     """
-    folder = find_sound_checkpoint(config.run_folder)
+    folder = settle_checkpoints(config.run_folder)
     if folder is None:
         return 0
     identity = RunIdentity.of(config, corpus.manifest.hash, Tokenizer.load(corpus.tokenizer_folder).hash)
-    return load_run(folder, config.model, identity)[1].step
+    return read_run(folder, config.model, identity).step
 
 
 def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> Outcome:

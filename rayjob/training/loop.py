@@ -4,9 +4,11 @@
 2. Wrap in DDP ourselves: Ray's own wrapper leaves a single worker bare, without no_sync().
 3. Per step: the step's windows -> micro-batches -> train_step -> a row of metrics.csv.
 4. At eval_interval and at the end: validate on all workers, draw a sample.
-5. Save when validated, when due, or when asked to stop; report the checkpoint to Ray.
+5. Save in the background when validated or when due, and wait for it before a stop and at the end; report the
+   checkpoint to Ray when it is on disk.
 """
 
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass
@@ -21,19 +23,23 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from torch.nn.parallel import DistributedDataParallel
 
 from model.checkpoint import load_model
+from model.checkpoint_writer import remove_leftovers
 from model.llama import Llama
 from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest
-from rayjob.training.evaluation import Evaluation, evaluate
+from rayjob.training.attempt import Attempt, begin_attempt
+from rayjob.training.evaluation import evaluate
 from rayjob.training.failure import write_failure
 from rayjob.training.feed import StepFeed, open_windows
+from rayjob.training.host_copy import restore_rng
 from rayjob.training.metrics import Spent
 from rayjob.training.optimizer import build_optimizer, load_optimizer_tensors
 from rayjob.training.recorder import Recorder
-from rayjob.training.recovery import find_sound_checkpoint, load_run
-from rayjob.training.sample import write_sample
-from rayjob.training.saving import RunIdentity, RunState, save_run
+from rayjob.training.recovery import load_run, settle_checkpoints
+from rayjob.training.sample import draw_sample
+from rayjob.training.saver import SaveFailedError, Saver, SaverHooks
+from rayjob.training.saving import RunIdentity, RunState, state_document
 from rayjob.training.schedule import WindowOrder, learning_rate, max_steps
 from rayjob.training.step import NonFiniteError, Wishes, autocast, train_step
 
@@ -67,9 +73,12 @@ def train_loop(loop_config: dict[str, Any]) -> None:
 
     tokenizer = Tokenizer.load(task.tokenizer_folder)
     model, optimizer, state = _start_or_resume(config, Manifest.load(task.tokens_folder), tokenizer, device)
+    attempt = _begin_attempt(config, state, device)
+    state = dataclasses.replace(state, run_id=attempt.run_id)
     ddp = _wrap(model, train, device)
     _settle_buckets(ddp, feed, precision)
     recorder = Recorder(config, state, task.spent, device, task.stop_signal) if dist.get_rank() == 0 else None
+    saver = _open_saver(task, model, optimizer, attempt, recorder)
 
     for index in range(state.step, n_steps):
         batch = feed.step_batch(index)
@@ -83,11 +92,13 @@ def train_loop(loop_config: dict[str, Any]) -> None:
                 lr=lr,
                 grad_clip=train.grad_clip,
                 precision=precision,
-                wishes=recorder.wishes(index + 1) if recorder else Wishes(),
+                wishes=recorder.wishes(index + 1, saver) if recorder else Wishes(),
             )
         except NonFiniteError as error:
             # The same step would fail in the same way again, so this is an end and not a failure to retry.
+            saver.finish()
             if recorder:
+                recorder.flush()
                 write_failure(config.run_folder, f"step {index + 1}: {error}", order.window_ids(index).tolist())
             return
         state = state.after_step(batch.n_tokens)
@@ -103,10 +114,22 @@ def train_loop(loop_config: dict[str, Any]) -> None:
             )
             state = state.evaluated(evaluation)
         if recorder:
+            if evaluation:
+                recorder.record_sample(state.step, draw_sample(model, tokenizer, config.seed))
             state = recorder.record(state, order.epoch(index), batch, step_s, lr, result)
-        if evaluation or result.wishes.save or result.wishes.stop:
-            _save_and_report(task, model, optimizer, state, evaluation, tokenizer, recorder)
-        if result.wishes.stop:
+        is_last = result.wishes.stop or state.step == n_steps
+        try:
+            if result.wishes.saved:
+                saver.take_up()
+            if is_last:
+                saver.finish(state)
+            elif (evaluation or result.wishes.save) and saver.save(state) and recorder:
+                recorder.save_begun()
+        except SaveFailedError as error:
+            if recorder:
+                write_failure(config.run_folder, str(error), [])
+            return
+        if is_last:
             break
 
 
@@ -129,7 +152,7 @@ def _start_or_resume(
 ) -> tuple[Llama, torch.optim.AdamW, RunState]:
     identity = RunIdentity.of(config, manifest.hash, tokenizer.hash)
     # Rank 0 looks and tells the others, so that all go on from the same folder.
-    found = [find_sound_checkpoint(config.run_folder) if dist.get_rank() == 0 else None]
+    found = [settle_checkpoints(config.run_folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, device=device)
     folder = found[0]
     if folder is None:
@@ -142,10 +165,22 @@ def _start_or_resume(
     model = load_model(folder, device=str(device)).train()
     optimizer = build_optimizer(model, config.optimizer)
     load_optimizer_tensors(model, optimizer, tensors, state.step)
+    restore_rng(tensors, device)
     if dist.get_rank() == 0:
         logger.warning("resuming from %s", folder)
     _report(folder, state)
     return model, optimizer, state
+
+
+def _begin_attempt(config: JobConfig, state: RunState, device: torch.device) -> Attempt:
+    """Makes this worker group the one that writes the run, and removes what an earlier one left unfinished."""
+    begun = [begin_attempt(config.run_folder, state.step, state.run_id) if dist.get_rank() == 0 else None]
+    if dist.get_rank() == 0:
+        remove_leftovers(config.run_folder)
+    dist.broadcast_object_list(begun, device=device)
+    attempt = begun[0]
+    assert attempt is not None
+    return attempt
 
 
 def _wrap(model: Llama, train: TrainConfig, device: torch.device) -> DistributedDataParallel:
@@ -172,28 +207,21 @@ def _settle_buckets(ddp: DistributedDataParallel, feed: StepFeed, precision: tor
     ddp.zero_grad(set_to_none=True)
 
 
-def _save_and_report(
-    task: TrainTask,
-    model: Llama,
-    optimizer: torch.optim.Optimizer,
-    state: RunState,
-    evaluation: Evaluation | None,
-    tokenizer: Tokenizer,
-    recorder: Recorder | None,
-) -> None:
-    """Rank 0 writes, all report: Ray commits a checkpoint when every worker has."""
-    folder = task.config.run_folder
-    if recorder:
-        if evaluation:
-            write_sample(folder, state.step, model, tokenizer, task.config.seed)
-        saved = save_run(folder, model, optimizer, state, task.tokenizer_folder, task.config.checkpoint.keep)
-        recorder.saved()
-        _report(saved, state)
-    else:
-        _report(None, state)
+def _open_saver(
+    task: TrainTask, model: Llama, optimizer: torch.optim.Optimizer, attempt: Attempt, recorder: Recorder | None
+) -> Saver:
+    config = task.config
+    hooks = SaverHooks(
+        describe=lambda state: state_document(config, attempt, state),
+        flush=recorder.flush if recorder else lambda: None,
+        committed=lambda folder: None,
+        report=_report,
+    )
+    return Saver(config.run_folder, task.tokenizer_folder, config.checkpoint.keep, model, optimizer, attempt, hooks)
 
 
 def _report(folder: Path | None, state: RunState) -> None:
+    """Tells Ray of a checkpoint; a barrier of all workers, of which those without the folder report only numbers."""
     metrics: dict[str, float] = {"step": state.step}
     if state.val_loss is not None:
         metrics |= {"val_loss": state.val_loss, "score": -state.val_loss}

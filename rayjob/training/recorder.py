@@ -1,23 +1,24 @@
 """Rank 0's desk: clock, cost, the rows of metrics.csv, and what to wish for at the next step."""
 
-import json
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from rayjob.config import JobConfig
 from rayjob.hardware import find_gpu, mfu_pct
+from rayjob.training.background_files import BackgroundFiles
 from rayjob.training.feed import StepBatch
 from rayjob.training.metrics import MetricsRow, MetricsWriter, Spent, read_spent
 from rayjob.training.preemption import StopListener
+from rayjob.training.sample import write_sample
+from rayjob.training.saver import Saver
 from rayjob.training.saving import RunState, SavePolicy
 from rayjob.training.step import StepResult, Wishes
 
 logger = logging.getLogger(__name__)
-
-STARTS_FILE = "starts.jsonl"
 
 
 class Recorder:
@@ -40,48 +41,59 @@ class Recorder:
         # An earlier worker group of this driver may have come further than the driver knew of at its start.
         self._spent = max(spent, Spent(state.elapsed_s, state.cost_usd), read_spent(config.run_folder))
         self._metrics = MetricsWriter(config.run_folder, state.step)
+        self._files = BackgroundFiles()
         self._started_at_s = time.monotonic()
         self._gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if device.type == "cuda" and self._gpu is None:
             logger.warning("No peak is known for %s: mfu_pct stays empty.", torch.cuda.get_device_name(device))
-        with (config.run_folder / STARTS_FILE).open("a") as file:
-            file.write(json.dumps({"step": state.step, "wall_time": time.time()}) + "\n")
 
-    def wishes(self, step: int) -> Wishes:
+    def wishes(self, step: int, saver: Saver) -> Wishes:
         """Returns what rank 0 asks of all workers at the end of `step`."""
         max_usd = self._config.cost.max_usd
         is_spent = max_usd is not None and self._spent_so_far().cost_usd >= max_usd
-        return Wishes(stop=self._stop.is_requested or is_spent, save=self._policy.is_due(step))
+        return Wishes(
+            stop=self._stop.is_requested or is_spent,
+            save=self._policy.is_due(step) and not saver.is_saving,
+            saved=saver.has_ended,
+        )
 
     def record(
         self, state: RunState, epoch: int, batch: StepBatch, step_s: float, lr: float, result: StepResult
     ) -> RunState:
-        """Writes the row of a step and returns the state with the time so far."""
+        """Has the row of a step written and returns the state with the time so far."""
         state = state.at_cost(*self._spent_so_far())
         tokens_per_s = batch.n_tokens / step_s
-        self._metrics.write(
-            MetricsRow(
-                step=state.step,
-                epoch=epoch,
-                tokens=state.tokens,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=lr,
-                tokens_per_s=tokens_per_s,
-                mfu_pct=self._mfu_pct(tokens_per_s),
-                data_wait_pct=100 * batch.wait_s / step_s,
-                val_loss=state.val_loss,
-                val_accuracy=state.val_accuracy,
-                val_bits_per_byte=state.val_bits_per_byte,
-                cost_usd=state.cost_usd,
-                elapsed_s=state.elapsed_s,
-                wall_time=time.time(),
-            )
+        row = MetricsRow(
+            step=state.step,
+            epoch=epoch,
+            tokens=state.tokens,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens_per_s=tokens_per_s,
+            mfu_pct=self._mfu_pct(tokens_per_s),
+            data_wait_pct=100 * batch.wait_s / step_s,
+            val_loss=state.val_loss,
+            val_accuracy=state.val_accuracy,
+            val_bits_per_byte=state.val_bits_per_byte,
+            cost_usd=state.cost_usd,
+            elapsed_s=state.elapsed_s,
+            wall_time=time.time(),
         )
+        self._files.submit(partial(self._metrics.write, row))
         return state
 
-    def saved(self) -> None:
-        self._policy.saved()
+    def record_sample(self, step: int, sample: str) -> None:
+        """Has a sample written; before the step's row, for trackers look for it when they read the row."""
+        self._files.submit(partial(write_sample, self._config.run_folder, step, sample))
+
+    def flush(self) -> None:
+        """Waits until every row and sample so far is on disk; raises OSError if the storage does not take them."""
+        self._files.submit(self._metrics.sync)
+        self._files.flush()
+
+    def save_begun(self) -> None:
+        self._policy.save_begun()
 
     def _spent_so_far(self) -> Spent:
         elapsed_s = time.monotonic() - self._started_at_s

@@ -29,6 +29,7 @@ class Wishes:
 
     stop: bool = False
     save: bool = False
+    saved: bool = False  # not a wish but news: the save in the background has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ def autocast(device: torch.device, precision: torch.dtype) -> torch.autocast:
 
 def _agree(nats: Tensor, wishes: Wishes) -> tuple[float, Wishes]:
     """Adds loss and wishes over the workers: (total nats, what any worker wishes)."""
-    sums = torch.stack([nats.double(), nats.new_tensor(wishes.stop).double(), nats.new_tensor(wishes.save).double()])
+    asked = torch.tensor([wishes.stop, wishes.save, wishes.saved], dtype=torch.float64, device=nats.device)
+    sums = torch.cat([nats.double()[None], asked])
     dist.all_reduce(sums)
-    total, stop, save = sums.tolist()
-    return total, Wishes(stop > 0, save > 0)
+    total, stop, save, saved = sums.tolist()
+    return total, Wishes(stop > 0, save > 0, saved > 0)
