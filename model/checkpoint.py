@@ -77,7 +77,7 @@ def save_checkpoint(
     """Writes the checkpoint of a step and returns its folder, durable when this returns.
 
     A sound checkpoint of the same step is kept as it is: the same step of a run has the same weights, and so
-    there is no moment without it. A damaged one is replaced.
+    there is no moment without it. A damaged one is replaced, and one without a score by one that has it.
 
     Args:
         run_folder: the folder of the run; created if missing.
@@ -94,7 +94,9 @@ def save_checkpoint(
     _check_state_dict(model, config)
     folder = run_folder / checkpoint_name(step)
     _remove_leftovers(run_folder)
-    if _is_sound(folder):
+    is_sound = _is_sound(folder)
+    adds_score = _scored_state(step, trainer_state)["val_loss"] is not None and is_sound and _val_loss(folder) is None
+    if is_sound and not adds_score:
         logger.info("%s is complete already and was kept.", folder)
         return folder
     temporary = folder.with_name(folder.name + ".tmp")
@@ -108,7 +110,8 @@ def save_checkpoint(
     _write_json(temporary / TRAINER_STATE, _scored_state(step, trainer_state))
     write_complete(temporary)
     if folder.exists():
-        logger.warning("%s was damaged and is replaced.", folder)
+        if not adds_score:
+            logger.warning("%s was damaged and is replaced.", folder)
         shutil.rmtree(folder)
     temporary.rename(folder)
     sync(run_folder)

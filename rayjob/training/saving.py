@@ -46,13 +46,27 @@ class RunState:
     val_loss: float | None = None  # of this step's weights, where they were evaluated
     val_accuracy: float | None = None
     val_bits_per_byte: float | None = None
+    skipped_steps: int = 0  # of `step`, those whose gradient was not finite: the optimizer has counted fewer
+    owes_evaluation: bool = False  # the one of this step was abandoned, and its row is not in metrics.csv yet
+    owed_row: str = ""  # that row without the evaluation, as rank 0 has it
 
-    def after_step(self, n_tokens: int) -> "RunState":
-        """Returns the state one update later; an evaluation belongs to the weights before it."""
+    @property
+    def updates(self) -> int:
+        """Updates of the weights."""
+        return self.step - self.skipped_steps
+
+    @property
+    def recorded_step(self) -> int:
+        """The last step that is done with all that belongs to it."""
+        return self.step - self.owes_evaluation
+
+    def after_step(self, n_tokens: int, is_skipped: bool = False) -> "RunState":
+        """Returns the state one step later; an evaluation belongs to the weights before it."""
         return dataclasses.replace(
             self,
             step=self.step + 1,
             tokens=self.tokens + n_tokens,
+            skipped_steps=self.skipped_steps + is_skipped,
             val_loss=None,
             val_accuracy=None,
             val_bits_per_byte=None,
@@ -64,7 +78,14 @@ class RunState:
             val_loss=evaluation.val_loss,
             val_accuracy=evaluation.accuracy,
             val_bits_per_byte=evaluation.bits_per_byte,
+            owes_evaluation=False,
         )
+
+    def owing_evaluation(self) -> "RunState":
+        return dataclasses.replace(self, owes_evaluation=True)
+
+    def with_owed_row(self, row: str) -> "RunState":
+        return dataclasses.replace(self, owed_row=row)
 
     def at_cost(self, elapsed_s: float, cost_usd: float) -> "RunState":
         return dataclasses.replace(self, elapsed_s=elapsed_s, cost_usd=cost_usd)
@@ -74,7 +95,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "RunState":
-        fields = {field.name: state[field.name] for field in dataclasses.fields(cls)}
+        fields = {field.name: state[field.name] for field in dataclasses.fields(cls) if field.name in state}
         return cls(**fields | {"identity": RunIdentity(**fields["identity"])})
 
 
@@ -113,7 +134,8 @@ def save_run(
         trainer_tensors=optimizer_tensors(model, optimizer),
         trainer_state=state.to_json(),
     )
-    prune(run_folder, state.step, keep)
+    if not state.owes_evaluation:  # it will be replaced by one with a score, and until then another must stand
+        prune(run_folder, state.step, keep)
     logger.info("saved %s in %.1f s", folder.name, time.monotonic() - started)
     return folder
 
