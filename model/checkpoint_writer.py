@@ -163,7 +163,7 @@ class Draft:
         """Makes the draft the checkpoint of its step, durable when this returns, and returns its folder.
 
         A sound checkpoint of the same step is kept as it is: the same step of a run has the same weights, and so
-        there is no moment without it. A damaged one is replaced.
+        there is no moment without it. A damaged one is replaced, and one without a score by one that has it.
 
         Args:
             files: the entries of all ranks' files.
@@ -180,10 +180,12 @@ class Draft:
         write_complete(self.folder, files)
         final = self.run_folder / checkpoint_name(self.step)
         if _is_sound(final):
-            logger.info("%s is complete already and was kept.", final)
-            self.discard()
-            return final
-        if final.exists():
+            if _has_score(final) or not _has_score(self.folder):
+                logger.info("%s is complete already and was kept.", final)
+                self.discard()
+                return final
+            remove_checkpoint(final)
+        elif final.exists():
             logger.warning("%s was damaged and is replaced.", final)
             remove_checkpoint(final)
         self.folder.rename(final)
@@ -210,6 +212,10 @@ def _is_sound(folder: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _has_score(folder: Path) -> bool:
+    return json.loads((folder / TRAINER_STATE).read_bytes())["val_loss"] is not None
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,9 @@ class MetricsRow:
     cost_usd: float
     elapsed_s: float  # training time over all attempts
     wall_time: float  # seconds since 1970
+    windows: int = 0  # fingerprint of the windows of the step, the same however they are dealt to workers
+    skipped: int = 0  # 1 where loss or gradient were not finite, so that nothing was updated
+    grad_z: float | None = None  # deviations of grad_norm from the mean of the steps before
 
     def to_csv(self) -> str:
         # repr of a float is exact, so two runs can be compared bit for bit.
@@ -42,7 +45,7 @@ class MetricsRow:
 
 
 COLUMNS = tuple(field.name for field in fields(MetricsRow))
-_INTEGERS = frozenset({"step", "epoch", "tokens"})
+_INTEGERS = frozenset({"step", "epoch", "tokens", "windows", "skipped"})
 
 
 class MetricsWriter:
@@ -109,6 +112,6 @@ def parse_line(line: str) -> MetricsRow | None:
         return None
     values = {
         name: None if cell == "" else (int if name in _INTEGERS else float)(cell)
-        for name, cell in zip(COLUMNS, cells, strict=True)
+        for name, cell in zip(COLUMNS, cells, strict=False)  # a run begun by an earlier version has fewer columns
     }
     return MetricsRow(**values)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Rank 0's desk: clock, cost, the rows of metrics.csv, and what to wish for at the next step."""
 
+import dataclasses
 import logging
 import time
 from functools import partial
@@ -11,10 +12,10 @@ from rayjob.config import JobConfig
 from rayjob.hardware import find_gpu, mfu_pct
 from rayjob.training.background_files import BackgroundFiles
 from rayjob.training.feed import StepBatch
-from rayjob.training.metrics import MetricsRow, MetricsWriter, Spent, read_spent
+from rayjob.training.gradient_watch import OUTLIER_Z, GradientWatch
+from rayjob.training.metrics import MetricsRow, MetricsWriter, Spent, parse_line, read_metrics, read_spent
 from rayjob.training.preemption import StopListener
 from rayjob.training.sample import write_sample
-from rayjob.training.saver import Saver
 from rayjob.training.saving import RunState, SavePolicy
 from rayjob.training.step import StepResult, Wishes
 
@@ -28,42 +29,79 @@ class Recorder:
         config: the job's.
         state: where this attempt starts.
         spent: by earlier drivers.
+        n_workers: in the group.
         device: of the worker.
         stop_signal: handle of a StopSignal actor.
     """
 
     def __init__(
-        self, config: JobConfig, state: RunState, spent: Spent, device: torch.device, stop_signal: Any
+        self,
+        config: JobConfig,
+        state: RunState,
+        spent: Spent,
+        n_workers: int,
+        device: torch.device,
+        stop_signal: Any,
     ) -> None:
         self._config = config
+        self._n_workers = n_workers
         self._stop = StopListener(stop_signal)
         self._policy = SavePolicy(config.checkpoint)
         # An earlier worker group of this driver may have come further than the driver knew of at its start.
         self._spent = max(spent, Spent(state.elapsed_s, state.cost_usd), read_spent(config.run_folder))
-        self._metrics = MetricsWriter(config.run_folder, state.step)
+        self._metrics = MetricsWriter(config.run_folder, state.recorded_step)
         self._files = BackgroundFiles()
+        self._gradients = GradientWatch(row.grad_norm for row in read_metrics(config.run_folder))
         self._started_at_s = time.monotonic()
         self._gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if device.type == "cuda" and self._gpu is None:
             logger.warning("No peak is known for %s: mfu_pct stays empty.", torch.cuda.get_device_name(device))
 
-    def wishes(self, step: int, saver: Saver) -> Wishes:
+    def wishes(self, step: int) -> Wishes:
         """Returns what rank 0 asks of all workers at the end of `step`."""
         max_usd = self._config.cost.max_usd
         is_spent = max_usd is not None and self._spent_so_far().cost_usd >= max_usd
-        return Wishes(
-            stop=self._stop.is_requested or is_spent,
-            save=self._policy.is_due(step) and not saver.is_saving,
-            saved=saver.has_ended,
-        )
+        return Wishes(stop=self._stop.is_requested or is_spent, save=self._policy.is_due(step))
 
     def record(
         self, state: RunState, epoch: int, batch: StepBatch, step_s: float, lr: float, result: StepResult
     ) -> RunState:
-        """Has the row of a step written and returns the state with the time so far."""
+        """Has the row of a step written and returns the state with the time so far.
+
+        While the step's evaluation is owed its row waits in the state, for a row is written once.
+        """
         state = state.at_cost(*self._spent_so_far())
+        row = self._row(state, epoch, batch, step_s, lr, result)
+        if state.owes_evaluation:
+            return state.with_owed_row(row.to_csv())
+        self._files.submit(partial(self._metrics.write, row))
+        return state
+
+    def record_owed(self, state: RunState) -> RunState:
+        """Writes the row that waited for its evaluation, which the state has now."""
+        row = parse_line(state.owed_row)
+        assert row is not None
+        self._gradients.score(row.grad_norm)  # remembered for the next steps
+        row = dataclasses.replace(
+            row,
+            val_loss=state.val_loss,
+            val_accuracy=state.val_accuracy,
+            val_bits_per_byte=state.val_bits_per_byte,
+        )
+        self._files.submit(partial(self._metrics.write, row))
+        return state.with_owed_row("")
+
+    def _row(
+        self, state: RunState, epoch: int, batch: StepBatch, step_s: float, lr: float, result: StepResult
+    ) -> MetricsRow:
         tokens_per_s = batch.n_tokens / step_s
-        row = MetricsRow(
+        grad_z = self._gradients.score(result.grad_norm)
+        if grad_z is not None and grad_z > OUTLIER_Z:
+            logger.warning(
+                "step %d: gradient norm %.3g is %.1f deviations above the steps before; its windows: %s",
+                *(state.step, result.grad_norm, grad_z, " ".join(map(str, batch.all_window_ids))),
+            )
+        return MetricsRow(
             step=state.step,
             epoch=epoch,
             tokens=state.tokens,
@@ -79,9 +117,10 @@ class Recorder:
             cost_usd=state.cost_usd,
             elapsed_s=state.elapsed_s,
             wall_time=time.time(),
+            windows=result.windows,
+            skipped=int(result.is_skipped),
+            grad_z=grad_z,
         )
-        self._files.submit(partial(self._metrics.write, row))
-        return state
 
     def record_sample(self, step: int, sample: str) -> None:
         """Has a sample written; before the step's row, for trackers look for it when they read the row."""
@@ -97,10 +136,10 @@ class Recorder:
 
     def _spent_so_far(self) -> Spent:
         elapsed_s = time.monotonic() - self._started_at_s
-        usd_per_s = self._config.cost.gpu_usd_per_hour * self._config.train.num_workers / 3600
+        usd_per_s = self._config.cost.gpu_usd_per_hour * self._n_workers / 3600
         return Spent(self._spent.elapsed_s + elapsed_s, self._spent.cost_usd + elapsed_s * usd_per_s)
 
     def _mfu_pct(self, tokens_per_s: float) -> float | None:
         if self._gpu is None:
             return None
-        return mfu_pct(self._config.model.flops_per_token, tokens_per_s, self._config.train.num_workers, self._gpu)
+        return mfu_pct(self._config.model.flops_per_token, tokens_per_s, self._n_workers, self._gpu)

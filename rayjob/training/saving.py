@@ -49,13 +49,27 @@ class RunState:
     best_val_loss: float | None = None  # of the run so far
     best_step: int | None = None
     run_id: str | None = None  # of the run folder; checkpoints of early versions have none
+    skipped_steps: int = 0  # of `step`, those whose gradient was not finite: the optimizer has counted fewer
+    owes_evaluation: bool = False  # the one of this step was abandoned, and its row is not in metrics.csv yet
+    owed_row: str = ""  # that row without the evaluation, as rank 0 has it
 
-    def after_step(self, n_tokens: int) -> "RunState":
-        """Returns the state one update later; an evaluation belongs to the weights before it."""
+    @property
+    def updates(self) -> int:
+        """Updates of the weights."""
+        return self.step - self.skipped_steps
+
+    @property
+    def recorded_step(self) -> int:
+        """The last step that is done with all that belongs to it."""
+        return self.step - self.owes_evaluation
+
+    def after_step(self, n_tokens: int, is_skipped: bool = False) -> "RunState":
+        """Returns the state one step later; an evaluation belongs to the weights before it."""
         return dataclasses.replace(
             self,
             step=self.step + 1,
             tokens=self.tokens + n_tokens,
+            skipped_steps=self.skipped_steps + is_skipped,
             val_loss=None,
             val_accuracy=None,
             val_bits_per_byte=None,
@@ -71,7 +85,14 @@ class RunState:
             val_bits_per_byte=evaluation.bits_per_byte,
             best_val_loss=val_loss if is_best else self.best_val_loss,
             best_step=self.step if is_best else self.best_step,
+            owes_evaluation=False,
         )
+
+    def owing_evaluation(self) -> "RunState":
+        return dataclasses.replace(self, owes_evaluation=True)
+
+    def with_owed_row(self, row: str) -> "RunState":
+        return dataclasses.replace(self, owed_row=row)
 
     def at_cost(self, elapsed_s: float, cost_usd: float) -> "RunState":
         return dataclasses.replace(self, elapsed_s=elapsed_s, cost_usd=cost_usd)

@@ -1,0 +1,166 @@
+"""SIGTERM to a `ray start --block` node, and five seconds later SIGKILL to all of it, as a spot pod is taken back.
+
+Real: Ray's nodes, each with its processes, the drain, the workers, 200 MB of state on the local disk. Nodes of one
+machine stand for machines.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from model.checkpoint import latest_checkpoint, step_of, verify_checkpoint
+from tests.integration.test_training import WORDS, Job, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+PREEMPTION_S = 5.0
+# 17.3 million parameters: 207 MB of weights and moments. Nothing but a notice saves.
+SETTINGS = """
+    model.d_model=512 model.n_layers=6 model.n_heads=8 model.n_kv_heads=4 model.d_ff=1408
+    train.global_batch_size=4 train.micro_batch_size=2 train.max_steps=1000 train.eval_interval=1000
+    checkpoint.interval_steps=null checkpoint.interval_s=null failure.max_failures=0 tracking.tensorboard=false
+""".split()
+NOTICE = re.compile(r"preemption notice at step (\d+), saved step (\d+) in (\d+\.\d) s")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("books")
+    for book in range(4):
+        words = [WORDS[(i * (book + 3) + i // 7) % len(WORDS)] for i in range(900)]
+        (folder / f"book_{book}.txt").write_text(" ".join(words).capitalize() + ".\n")
+    return folder
+
+
+class Node:
+    """A Ray node of its own in the foreground, as a pod runs it; the first is the head."""
+
+    def __init__(self, folder: Path, port: int, *, is_head: bool, n_cpus: int) -> None:
+        place = (
+            ["--head", f"--port={port}", "--include-dashboard=false"] if is_head else [f"--address=127.0.0.1:{port}"]
+        )
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *place, f"--num-cpus={n_cpus}"]
+        command += ["--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0"]
+        command += [f"--temp-dir={folder}", "--object-store-memory=100000000", "--disable-usage-stats"]
+        self.log = folder / f"node-{time.monotonic_ns()}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        wait_until(lambda: b"block forever" in self.log.read_bytes(), self.process, self.log)
+
+    def processes(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own = psutil.Process(self.process.pid)
+            return [own, *own.children(recursive=True)]
+        return []
+
+    def take_away(self, *others: subprocess.Popen[bytes]) -> None:
+        """SIGTERM, and after the time that a pod has, SIGKILL to all that is still there."""
+        known, ends_at_s = set(self.processes()), time.monotonic() + PREEMPTION_S
+        self.process.terminate()
+        while time.monotonic() < ends_at_s:
+            known |= set(self.processes())
+            time.sleep(0.05)
+        self._kill(known | {psutil.Process(other.pid) for other in others})
+
+    def close(self) -> None:
+        self._kill(set(self.processes()))
+
+    def _kill(self, processes: set[psutil.Process]) -> None:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(timeout=30)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator["Cluster"]:
+    made = Cluster(monkeypatch)
+    yield made
+    made.close()
+
+
+class Cluster:
+    """Nodes that are started one after another, in a short temporary folder for Ray's sockets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.nodes: list[Node] = []
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        monkeypatch.setenv("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "4")  # as cluster/ sets it for a pod
+        monkeypatch.setenv("PYTHONPATH", os.getcwd())
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{self.port}")
+
+    def add(self, n_cpus: int) -> Node:
+        self.nodes.append(Node(self.folder, self.port, is_head=not self.nodes, n_cpus=n_cpus))
+        return self.nodes[-1]
+
+    def close(self) -> None:
+        for node in reversed(self.nodes):
+            node.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def assert_saved(job: Job, step_before: int) -> int:
+    """No more than the step under way is lost, and the log tells it."""
+    saved = latest_checkpoint(job.run_folder)
+    assert saved, job.log.read_text()[-3000:]
+    verify_checkpoint(saved)
+    assert step_of(saved) >= step_before
+    assert sum(path.stat().st_size for path in saved.rglob("*")) > 200e6
+    told = NOTICE.findall(job.log.read_text())
+    assert told, job.log.read_text()[-3000:]
+    step, saved_step, seconds = told[-1]
+    assert int(step) == int(saved_step) == step_of(saved) == job.rows()[-1].step
+    assert float(seconds) < PREEMPTION_S
+    return step_of(saved)
+
+
+def test_only_node_saves_its_last_step_before_it_is_taken_away(corpus: Path, tmp_path: Path, cluster: Cluster) -> None:
+    head = cluster.add(n_cpus=2)
+    job = Job(corpus, tmp_path, "alone", *SETTINGS)
+    driver = job.start("train")
+    try:
+        job.wait_for_step(3, driver)
+        step = job.rows()[-1].step
+        head.take_away(driver)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert_saved(job, step)
+
+
+def test_one_of_two_nodes_is_taken_away_and_the_run_goes_on_when_there_is_another(
+    corpus: Path, tmp_path: Path, cluster: Cluster
+) -> None:
+    cluster.add(n_cpus=1)
+    spot = cluster.add(n_cpus=1)
+    job = Job(corpus, tmp_path, "two", *SETTINGS)
+    driver = job.start("train")
+    try:
+        job.wait_for_step(3, driver)
+        step = job.rows()[-1].step
+        spot.take_away()
+        saved = assert_saved(job, step)
+        cluster.add(n_cpus=1)
+        job.wait_for_step(saved + 1, driver)  # no failure is allowed, so this was none
+        driver.terminate()
+        assert driver.wait(timeout=120) == 3, job.log.read_text()[-3000:]
+    finally:
+        driver.kill()
+        driver.wait()
+    assert [row.step for row in job.rows()] == list(range(1, job.rows()[-1].step + 1))
+    assert job.status()["restarts"] == 1
