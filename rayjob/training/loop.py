@@ -32,6 +32,7 @@ from model.llama import Llama
 from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest
+from rayjob.lease import Fence
 from rayjob.training.attempt import Attempt, begin_attempt
 from rayjob.training.bad_numbers import BadSteps
 from rayjob.training.evaluation import Evaluation, EvaluationAbandoned, evaluate
@@ -69,6 +70,7 @@ class TrainTask:
     tokenizer_folder: Path
     spent: Spent  # before this driver, steps that are done again included
     stop_signal: Any  # handle of a StopSignal actor
+    fence: Fence  # asked before anything of the run is written
 
 
 def train_loop(loop_config: dict[str, Any]) -> None:
@@ -106,13 +108,15 @@ class TrainWorker:
         self.tokenizer = Tokenizer.load(task.tokenizer_folder)
         manifest = Manifest.load(task.tokens_folder)
         self.model, self.optimizer, self.state = _start_or_resume(config, manifest, self.tokenizer, device)
-        attempt = _begin_attempt(config.run_folder, self.state, device)
+        attempt = _begin_attempt(task, self.state, device)
         self.state = dataclasses.replace(self.state, run_id=attempt.run_id)
         self.ddp = _wrap(self.model, config.train, device)
         _settle_buckets(self.ddp, self.feed, self.precision)
         self.bad_steps = BadSteps(self.model, self.precision, config.failure.max_bad_steps)
         self.recorder = (
-            Recorder(config, self.state, task.spent, n_workers, device, task.stop_signal) if rank == 0 else None
+            Recorder(config, self.state, task.spent, n_workers, device, task.stop_signal, task.fence)
+            if rank == 0
+            else None
         )
         self.saver = self._open_saver(attempt)
 
@@ -290,12 +294,13 @@ def _start_or_resume(
     return model, optimizer, state
 
 
-def _begin_attempt(run_folder: Path, state: RunState, device: torch.device) -> Attempt:
+def _begin_attempt(task: TrainTask, state: RunState, device: torch.device) -> Attempt:
     """Makes this worker group the one that writes the run, and removes what an earlier one left unfinished."""
     begun = None
     if dist.get_rank() == 0:
-        begun = begin_attempt(run_folder, state.step, state.run_id)
-        remove_leftovers(run_folder)
+        task.fence.check()
+        begun = begin_attempt(task.config.run_folder, state.step, state.run_id)
+        remove_leftovers(task.config.run_folder)
     attempt = _from_rank_0(begun, device)
     assert attempt is not None
     return attempt

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from rayjob.config import JobConfig
 from rayjob.hardware import find_gpu, mfu_pct
+from rayjob.lease import Fence
 from rayjob.training.background_files import BackgroundFiles
 from rayjob.training.feed import StepBatch
 from rayjob.training.gradient_watch import OUTLIER_Z, GradientWatch
@@ -32,6 +34,10 @@ class Recorder:
         n_workers: in the group.
         device: of the worker.
         stop_signal: handle of a StopSignal actor.
+        fence: of the driver's lease on the run.
+
+    Raises:
+        LeaseLostError: here or in a later call, and nothing is written any more, if another driver has the run.
     """
 
     def __init__(
@@ -42,7 +48,10 @@ class Recorder:
         n_workers: int,
         device: torch.device,
         stop_signal: Any,
+        fence: Fence,
     ) -> None:
+        fence.check()
+        self._fence = fence
         self._config = config
         self._n_workers = n_workers
         self._stop = StopListener(stop_signal)
@@ -74,7 +83,7 @@ class Recorder:
         row = self._row(state, epoch, batch, step_s, lr, result)
         if state.owes_evaluation:
             return state.with_owed_row(row.to_csv())
-        self._files.submit(partial(self._metrics.write, row))
+        self._submit(partial(self._metrics.write, row))
         return state
 
     def record_owed(self, state: RunState) -> RunState:
@@ -88,7 +97,7 @@ class Recorder:
             val_accuracy=state.val_accuracy,
             val_bits_per_byte=state.val_bits_per_byte,
         )
-        self._files.submit(partial(self._metrics.write, row))
+        self._submit(partial(self._metrics.write, row))
         return state.with_owed_row("")
 
     def _row(
@@ -124,15 +133,22 @@ class Recorder:
 
     def record_sample(self, step: int, sample: str) -> None:
         """Has a sample written; before the step's row, for trackers look for it when they read the row."""
-        self._files.submit(partial(write_sample, self._config.run_folder, step, sample))
+        self._submit(partial(write_sample, self._config.run_folder, step, sample))
 
     def flush(self) -> None:
         """Waits until every row and sample so far is on disk; raises OSError if the storage does not take them."""
-        self._files.submit(self._metrics.sync)
+        self._submit(self._metrics.sync)
         self._files.flush()
 
     def save_begun(self) -> None:
         self._policy.save_begun()
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        def write_if_ours() -> None:
+            self._fence.check()
+            write()
+
+        self._files.submit(write_if_ours)
 
     def _spent_so_far(self) -> Spent:
         elapsed_s = time.monotonic() - self._started_at_s
