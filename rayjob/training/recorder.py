@@ -119,6 +119,7 @@ class Recorder:
             cost_usd=state.cost_usd,
             elapsed_s=state.elapsed_s,
             wall_time=time.time(),
+            workers=self._n_workers,
             windows=result.windows,
             skipped=int(result.is_skipped),
             grad_z=grad_z,

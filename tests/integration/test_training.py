@@ -267,7 +267,9 @@ def test_loss_that_is_not_finite_ends_the_run_with_the_reason_and_a_sound_checkp
     assert job.run() == 1
     assert job.status()["restarts"] == 0, "a retry would repeat it"
     assert job.status()["stage"] == "failed"
-    last = job.rows()[-1].step if job.rows() else 0
-    assert f"step {last + 1}: loss" in job.log.read_text()
+    rows = job.rows()
+    assert [row.skipped for row in rows][-5:] == [1] * 5
+    assert f"5 bad steps in a row, the last step {rows[-1].step}: loss" in job.log.read_text()
+    assert "show-window" in job.log.read_text()
     for checkpoint in list_checkpoints(job.run_folder):
         load_model(checkpoint)  # refuses weights that are not finite
