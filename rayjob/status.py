@@ -9,10 +9,10 @@ from typing import Any
 from model.checkpoint import best_checkpoint, latest_checkpoint
 from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
+from rayjob.training.attempt import STARTS_FILE
 from rayjob.training.gradient_watch import OUTLIER_Z
 from rayjob.training.metrics import MetricsRow, read_metrics
 from rayjob.training.mlflow_sink import read_run_id
-from rayjob.training.recorder import STARTS_FILE
 
 _STAGE_FILE = "stage.json"
 _RATE_STEPS = 50  # the rate is the median of the last steps

@@ -19,7 +19,7 @@ import ray.train.torch
 import yaml
 from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 
-from model.checkpoint import latest_checkpoint, step_of
+from model.checkpoint import latest_checkpoint, read_trainer_state
 from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
@@ -33,8 +33,8 @@ from rayjob.training.mlflow_sink import MlflowSink
 from rayjob.training.narration import Narration
 from rayjob.training.preemption import StopRequest, StopSignal
 from rayjob.training.ray_callbacks import SaveBeforeResize, SigtermIsNotice
-from rayjob.training.recovery import find_sound_checkpoint, forget_ray_snapshot, load_run
-from rayjob.training.saving import RunIdentity
+from rayjob.training.recovery import forget_ray_snapshot, read_run, settle_checkpoints
+from rayjob.training.saving import RunIdentity, RunState
 from rayjob.training.schedule import WindowOrder, max_steps
 from rayjob.training.tensorboard_sink import TensorboardSink
 from rayjob.training.tracking import Sink, Tracking
@@ -67,9 +67,9 @@ def steps_of_run(config: JobConfig, corpus: PreparedCorpus) -> int:
 
 
 def latest_step(config: JobConfig) -> int:
-    """Returns the step of the run's newest complete checkpoint, 0 if it has none."""
+    """Returns the last step that the run's newest complete checkpoint has done with, 0 if it has none."""
     latest = latest_checkpoint(config.run_folder)
-    return step_of(latest) if latest else 0
+    return RunState.from_json(read_trainer_state(latest)).recorded_step if latest else 0
 
 
 def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
@@ -80,11 +80,11 @@ def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
     Raises:
         CheckpointError: it is of another corpus, tokenizer, shape, seed or batch size.
     """
-    folder = find_sound_checkpoint(config.run_folder)
+    folder = settle_checkpoints(config.run_folder)
     if folder is None:
         return 0
     identity = RunIdentity.of(config, corpus.manifest.hash, Tokenizer.load(corpus.tokenizer_folder).hash)
-    return load_run(folder, config.model, identity)[1].recorded_step
+    return read_run(folder, config.model, identity).recorded_step
 
 
 def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> Outcome:
@@ -110,7 +110,7 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
     status = "FAILED"
     try:
         _fit_while_it_gains(config, corpus, spent, stop)
-        is_done = step_to_go_on_from(config, corpus) >= n_steps
+        is_done = latest_step(config) >= n_steps
         status = "FINISHED" if is_done else "KILLED"
     finally:
         tracking.finish(status)

@@ -4,12 +4,14 @@
 2. Wrap in DDP ourselves: Ray's own wrapper leaves a single worker bare, without no_sync().
 3. Per step: the step's windows -> micro-batches -> train_step -> a row of metrics.csv.
 4. At eval_interval and at the end: validate on all workers, draw a sample.
-5. Save when validated, when due, or when asked to stop or to give way; report the checkpoint to Ray.
+5. Save in the background when validated or when due, and wait for it before a stop, before giving way and at the
+   end; report the checkpoint to Ray when it is on disk.
 
 A validation that is broken off by a stop or a notice is owed: its step is saved without it, and the next start makes
 it up before anything else, so that the finished run is the one that would have been.
 """
 
+import dataclasses
 import logging
 import os
 import uuid
@@ -24,22 +26,32 @@ import torch.distributed as dist
 from ray.train import Checkpoint, CheckpointUploadMode
 from torch.nn.parallel import DistributedDataParallel
 
-from model.checkpoint import checkpoint_name, load_model
+from model.checkpoint import load_model
+from model.checkpoint_writer import remove_leftovers
 from model.llama import Llama
 from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest
+from rayjob.training.attempt import Attempt, begin_attempt
 from rayjob.training.bad_numbers import BadSteps
 from rayjob.training.evaluation import Evaluation, EvaluationAbandoned, evaluate
-from rayjob.training.failure import forget_passed_errors, has_failed, remembered_errors, write_bad_numbers
+from rayjob.training.failure import (
+    forget_passed_errors,
+    has_failed,
+    remembered_errors,
+    write_bad_numbers,
+    write_failure,
+)
 from rayjob.training.feed import StepFeed, open_windows
+from rayjob.training.host_copy import restore_rng
 from rayjob.training.metrics import Spent
 from rayjob.training.notice import GaveWay, own_notice
 from rayjob.training.optimizer import build_optimizer, load_optimizer_tensors
 from rayjob.training.recorder import Recorder
-from rayjob.training.recovery import find_sound_checkpoint, load_run
-from rayjob.training.sample import write_sample
-from rayjob.training.saving import RunIdentity, RunState, save_run
+from rayjob.training.recovery import load_run, settle_checkpoints
+from rayjob.training.sample import draw_sample
+from rayjob.training.saver import SaveFailedError, Saver, SaverHooks
+from rayjob.training.saving import RunIdentity, RunState, state_document
 from rayjob.training.schedule import WindowOrder, learning_rate, max_steps
 from rayjob.training.step import Wishes, autocast, train_step
 
@@ -93,13 +105,17 @@ class TrainWorker:
 
         self.tokenizer = Tokenizer.load(task.tokenizer_folder)
         manifest = Manifest.load(task.tokens_folder)
-        self.model, self.optimizer, self.state = _start_or_resume(config, manifest, self.tokenizer, device)
+        self.model, self.optimizer, state = _start_or_resume(config, manifest, self.tokenizer, device)
+        attempt = _begin_attempt(config, state, device)
+        self.state = dataclasses.replace(state, run_id=attempt.run_id)
         self.ddp = _wrap(self.model, config.train, device)
         _settle_buckets(self.ddp, self.feed, self.precision)
         self.bad_steps = BadSteps(self.model, self.precision, config.failure.max_bad_steps)
         self.recorder = (
             Recorder(config, self.state, task.spent, n_workers, device, task.stop_signal) if rank == 0 else None
         )
+        self.saver = self._open_saver(attempt)
+        self.gives_way = False
 
     def train(self) -> None:
         """Trains on from `state`.
@@ -109,18 +125,24 @@ class TrainWorker:
         """
         if self.recorder:
             forget_passed_errors(self.config.run_folder, self.state.step)
-        wishes = self._wishes().of_all(self.device)
-        if not wishes.ends_training and self.state.owes_evaluation:
-            wishes = self._make_up_evaluation()
-        while self.state.step < self.n_steps and not wishes.ends_training:
-            wishes = self._step()
+        try:
+            wishes = self._wishes().of_all(self.device)
+            if not wishes.ends_training and self.state.owes_evaluation:
+                wishes = self._make_up_evaluation()
+            while self.state.step < self.n_steps and not wishes.ends_training:
+                wishes = self._step()
+            self.saver.finish()
+        except SaveFailedError as error:
+            if self.recorder:
+                write_failure(self.config.run_folder, str(error))
+            return
         if wishes.leave:
             self._give_way()
 
     def _wishes(self) -> Wishes:
         """What this worker wishes now."""
         own = Wishes(leave=own_notice.is_given)
-        return own | self.recorder.wishes(self.state.step + 1) if self.recorder else own
+        return own | self.recorder.wishes(self.state.step + 1, self.saver) if self.recorder else own
 
     def _step(self) -> Wishes:
         """Does a step with all that belongs to it, and returns what the workers wish then."""
@@ -138,6 +160,8 @@ class TrainWorker:
         )
         self.state = self.state.after_step(batch.n_tokens, result.is_skipped)
         step_s = batch.seconds_since_start()
+        if result.wishes.saved:
+            self.saver.take_up()
         reason = self.bad_steps.take(self.state.step, result, batch)
         evaluation, wishes = None, result.wishes
         if reason:
@@ -149,7 +173,7 @@ class TrainWorker:
             if reason:
                 write_bad_numbers(self.config.run_folder, reason, self.bad_steps.window_ids())
         if self._is_worth_saving() and (evaluation or wishes.save or wishes.ends_training):
-            self._save(evaluation, is_reported=not wishes.leave)
+            self._save(wishes)
         return wishes
 
     def _evaluate(self, wishes: Wishes) -> tuple[Evaluation | None, Wishes]:
@@ -169,6 +193,8 @@ class TrainWorker:
             self.state = self.state.owing_evaluation()
             return None, abandoned.wishes
         self.state = self.state.evaluated(evaluation)
+        if self.recorder and self._is_worth_saving():
+            self.recorder.record_sample(self.state.step, draw_sample(self.model, self.tokenizer, self.config.seed))
         return evaluation, wishes
 
     def _make_up_evaluation(self) -> Wishes:
@@ -177,7 +203,7 @@ class TrainWorker:
         if evaluation:
             if self.recorder:
                 self.state = self.recorder.record_owed(self.state)
-            self._save(evaluation)
+            self._save(wishes)
         return wishes
 
     def _is_worth_saving(self) -> bool:
@@ -185,10 +211,28 @@ class TrainWorker:
         is_last = self.state.step == self.n_steps
         return not self.bad_steps.was_last_bad or (is_last and not self.bad_steps.are_weights_bad)
 
-    def _save(self, evaluation: Evaluation | None, is_reported: bool = True) -> None:
-        _save_and_report(
-            self.task, self.model, self.optimizer, self.state, evaluation, self.tokenizer, self.recorder, is_reported
+    def _save(self, wishes: Wishes) -> None:
+        self.gives_way = wishes.leave
+        if wishes.ends_training or self.state.step == self.n_steps:
+            self.saver.finish(self.state)
+        elif self.saver.save(self.state) and self.recorder:
+            self.recorder.save_begun()
+
+    def _open_saver(self, attempt: Attempt) -> Saver:
+        config, recorder = self.config, self.recorder
+        hooks = SaverHooks(
+            describe=lambda state: state_document(config, attempt, state),
+            flush=recorder.flush if recorder else lambda: None,
+            committed=lambda folder: None,
+            report=self._report,
         )
+        folder, keep = self.task.tokenizer_folder, config.checkpoint.keep
+        return Saver(config.run_folder, folder, keep, self.model, self.optimizer, attempt, hooks)
+
+    def _report(self, folder: Path | None, state: RunState) -> None:
+        # Workers that give way report nothing: the controller may be gone or wait for them. The folder is the truth.
+        if not self.gives_way:
+            _report(folder, state)
 
     def _give_way(self) -> None:
         """Ends this worker, when all have saved, so that Ray starts a group on the machines that are left."""
@@ -227,7 +271,7 @@ def _start_or_resume(
 ) -> tuple[Llama, torch.optim.AdamW, RunState]:
     identity = RunIdentity.of(config, manifest.hash, tokenizer.hash)
     # Rank 0 looks and tells the others, so that all go on from the same folder.
-    folder = _from_rank_0(find_sound_checkpoint(config.run_folder) if dist.get_rank() == 0 else None, device)
+    folder = _from_rank_0(settle_checkpoints(config.run_folder) if dist.get_rank() == 0 else None, device)
     if folder is None:
         model = Llama(config.model)
         model.init_weights(config.seed)
@@ -239,10 +283,22 @@ def _start_or_resume(
     optimizer = build_optimizer(model, config.optimizer)
     if state.updates:
         load_optimizer_tensors(model, optimizer, tensors, state.updates)
+    restore_rng(tensors, device)
     if dist.get_rank() == 0:
         logger.warning("resuming from %s", folder)
     _report(folder, state)
     return model, optimizer, state
+
+
+def _begin_attempt(config: JobConfig, state: RunState, device: torch.device) -> Attempt:
+    """Makes this worker group the one that writes the run, and removes what an earlier one left unfinished."""
+    begun = None
+    if dist.get_rank() == 0:
+        begun = begin_attempt(config.run_folder, state.step, state.run_id)
+        remove_leftovers(config.run_folder)
+    attempt = _from_rank_0(begun, device)
+    assert attempt is not None
+    return attempt
 
 
 def _wrap(model: Llama, train: TrainConfig, device: torch.device) -> DistributedDataParallel:
@@ -269,31 +325,8 @@ def _settle_buckets(ddp: DistributedDataParallel, feed: StepFeed, precision: tor
     ddp.zero_grad(set_to_none=True)
 
 
-def _save_and_report(
-    task: TrainTask,
-    model: Llama,
-    optimizer: torch.optim.Optimizer,
-    state: RunState,
-    evaluation: Evaluation | None,
-    tokenizer: Tokenizer,
-    recorder: Recorder | None,
-    is_reported: bool,
-) -> None:
-    """Rank 0 writes, all report: Ray commits a checkpoint when every worker has.
-
-    Workers that give way report nothing: their controller may be gone or wait for them, and the folder is the truth.
-    """
-    folder = task.config.run_folder
-    if recorder:
-        if evaluation:
-            write_sample(folder, state.step, model, tokenizer, task.config.seed)
-        save_run(folder, model, optimizer, state, task.tokenizer_folder, task.config.checkpoint.keep)
-        recorder.saved()
-    if is_reported:
-        _report(folder / checkpoint_name(state.step) if recorder else None, state)
-
-
 def _report(folder: Path | None, state: RunState) -> None:
+    """Tells Ray of a checkpoint; a barrier of all workers, of which those without the folder report only numbers."""
     metrics: dict[str, float] = {"step": state.step}
     if state.val_loss is not None:
         metrics |= {"val_loss": state.val_loss, "score": -state.val_loss}

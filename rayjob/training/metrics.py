@@ -1,13 +1,14 @@
 """metrics.csv: one row per optimizer step, the record of the run that trackers and `status` read.
 
-Rank 0 is the only writer. A row is flushed when its step ends; after a restart the rows beyond the checkpoint are cut
+Rank 0 is the only writer. A row is written when its step ends; after a restart the rows beyond the checkpoint are cut
 off, so no step stands in it twice.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from rayjob.atomic import write_atomically
 
@@ -49,7 +50,7 @@ _INTEGERS = frozenset({"step", "epoch", "tokens", "workers", "windows", "skipped
 
 
 class MetricsWriter:
-    """Appends rows to a run's metrics.csv.
+    """Appends rows to a run's metrics.csv; a row whose write failed can be written again.
 
     Args:
         run_folder: the run's folder.
@@ -58,11 +59,21 @@ class MetricsWriter:
 
     def __init__(self, run_folder: Path, step: int) -> None:
         cut_metrics(run_folder, step)
-        self._file: IO[str] = (run_folder / METRICS_FILE).open("a")
+        self._file = (run_folder / METRICS_FILE).open("r+b", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
 
     def write(self, row: MetricsRow) -> None:
-        self._file.write(row.to_csv())
-        self._file.flush()
+        rest = row.to_csv().encode()
+        # At the known end, whatever a failed write left there: the file may have taken half a row before it was full.
+        end = self._size
+        while rest:
+            written = os.pwrite(self._file.fileno(), rest, end)
+            rest, end = rest[written:], end + written
+        self._size = end
+
+    def sync(self) -> None:
+        """Makes the rows written so far survive a power loss."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

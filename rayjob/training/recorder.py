@@ -1,25 +1,26 @@
 """Rank 0's desk: clock, cost, the rows of metrics.csv, and what to wish for at the next step."""
 
 import dataclasses
-import json
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from rayjob.config import JobConfig
 from rayjob.hardware import find_gpu, mfu_pct
+from rayjob.training.background_files import BackgroundFiles
 from rayjob.training.feed import StepBatch
 from rayjob.training.gradient_watch import OUTLIER_Z, GradientWatch
 from rayjob.training.metrics import MetricsRow, MetricsWriter, Spent, parse_line, read_metrics, read_spent
 from rayjob.training.preemption import StopListener
+from rayjob.training.sample import write_sample
+from rayjob.training.saver import Saver
 from rayjob.training.saving import RunState, SavePolicy
 from rayjob.training.step import StepResult, Wishes
 
 logger = logging.getLogger(__name__)
-
-STARTS_FILE = "starts.jsonl"
 
 
 class Recorder:
@@ -51,23 +52,26 @@ class Recorder:
         self._spent = max(spent, Spent(state.elapsed_s, state.cost_usd), read_spent(config.run_folder))
         self._metrics = MetricsWriter(config.run_folder, state.recorded_step)
         self._gradients = GradientWatch(row.grad_norm for row in read_metrics(config.run_folder))
+        self._files = BackgroundFiles()
         self._started_at_s = time.monotonic()
         self._gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if device.type == "cuda" and self._gpu is None:
             logger.warning("No peak is known for %s: mfu_pct stays empty.", torch.cuda.get_device_name(device))
-        with (config.run_folder / STARTS_FILE).open("a") as file:
-            file.write(json.dumps({"step": state.step, "wall_time": time.time()}) + "\n")
 
-    def wishes(self, step: int) -> Wishes:
+    def wishes(self, step: int, saver: Saver) -> Wishes:
         """Returns what rank 0 asks of all workers at the end of `step`."""
         max_usd = self._config.cost.max_usd
         is_spent = max_usd is not None and self._spent_so_far().cost_usd >= max_usd
-        return Wishes(stop=self._stop.is_requested or is_spent, save=self._policy.is_due(step))
+        return Wishes(
+            stop=self._stop.is_requested or is_spent,
+            save=self._policy.is_due(step) and not saver.is_saving,
+            saved=saver.has_ended,
+        )
 
     def record(
         self, state: RunState, epoch: int, batch: StepBatch, step_s: float, lr: float, result: StepResult
     ) -> RunState:
-        """Writes the row of a step and returns the state with the time so far.
+        """Has the row of a step written and returns the state with the time so far.
 
         While the step's evaluation is owed its row waits in the state, for a row is written once.
         """
@@ -75,22 +79,21 @@ class Recorder:
         row = self._row(state, epoch, batch, step_s, lr, result)
         if state.owes_evaluation:
             return state.with_owed_row(row.to_csv())
-        self._metrics.write(row)
+        self._files.submit(partial(self._metrics.write, row))
         return state
 
     def record_owed(self, state: RunState) -> RunState:
-        """Writes the row that waited for its evaluation, which the state has now."""
+        """Has the row written that waited for its evaluation, which the state has now."""
         row = parse_line(state.owed_row)
         assert row is not None
         self._gradients.score(row.grad_norm)  # remembered for the next steps
-        self._metrics.write(
-            dataclasses.replace(
-                row,
-                val_loss=state.val_loss,
-                val_accuracy=state.val_accuracy,
-                val_bits_per_byte=state.val_bits_per_byte,
-            )
+        row = dataclasses.replace(
+            row,
+            val_loss=state.val_loss,
+            val_accuracy=state.val_accuracy,
+            val_bits_per_byte=state.val_bits_per_byte,
         )
+        self._files.submit(partial(self._metrics.write, row))
         return state.with_owed_row("")
 
     def _row(
@@ -125,8 +128,17 @@ class Recorder:
             grad_z=grad_z,
         )
 
-    def saved(self) -> None:
-        self._policy.saved()
+    def record_sample(self, step: int, sample: str) -> None:
+        """Has a sample written; before the step's row, for trackers look for it when they read the row."""
+        self._files.submit(partial(write_sample, self._config.run_folder, step, sample))
+
+    def flush(self) -> None:
+        """Waits until every row and sample so far is on disk; raises OSError if the storage does not take them."""
+        self._files.submit(self._metrics.sync)
+        self._files.flush()
+
+    def save_begun(self) -> None:
+        self._policy.save_begun()
 
     def _spent_so_far(self) -> Spent:
         elapsed_s = time.monotonic() - self._started_at_s
