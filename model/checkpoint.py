@@ -97,7 +97,7 @@ def latest_checkpoint(run_folder: Path) -> Path | None:
 
 def best_checkpoint(run_folder: Path) -> Path | None:
     """Returns the complete checkpoint of the lowest val_loss, the earliest on a tie, or None."""
-    scored = [(loss, folder) for folder in list_checkpoints(run_folder) if (loss := score_of(folder)) is not None]
+    scored = [(loss, folder) for folder in list_checkpoints(run_folder) if (loss := _val_loss(folder)) is not None]
     return min(scored, default=(None, None), key=lambda pair: pair[0])[1]
 
 
@@ -183,8 +183,7 @@ def load_trainer_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def score_of(folder: Path) -> float | None:
-    """Returns the validation loss of a checkpoint, None if it has none."""
+def _val_loss(folder: Path) -> float | None:
     try:
         val_loss = json.loads((folder / TRAINER_STATE).read_bytes())["val_loss"]
     except (OSError, ValueError, KeyError, TypeError) as error:

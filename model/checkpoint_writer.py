@@ -28,7 +28,6 @@ from model.checkpoint import (
     TRAINER_STATE,
     WEIGHTS,
     checkpoint_name,
-    score_of,
     trainer_tensors_name,
     verify_checkpoint,
 )
@@ -180,14 +179,14 @@ class Draft:
                 )
         write_complete(self.folder, files)
         final = self.run_folder / checkpoint_name(self.step)
-        is_sound = _is_sound(final)
-        if is_sound and (score_of(final) is not None or score_of(self.folder) is None):
-            logger.info("%s is complete already and was kept.", final)
-            self.discard()
-            return final
-        if final.exists():
-            if not is_sound:
-                logger.warning("%s was damaged and is replaced.", final)
+        if _is_sound(final):
+            if _has_score(final) or not _has_score(self.folder):
+                logger.info("%s is complete already and was kept.", final)
+                self.discard()
+                return final
+            remove_checkpoint(final)
+        elif final.exists():
+            logger.warning("%s was damaged and is replaced.", final)
             remove_checkpoint(final)
         self.folder.rename(final)
         sync(self.run_folder)
@@ -213,6 +212,10 @@ def _is_sound(folder: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _has_score(folder: Path) -> bool:
+    return json.loads((folder / TRAINER_STATE).read_bytes())["val_loss"] is not None
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,4 +82,5 @@ def restore_rng(tensors: Mapping[str, Tensor], device: torch.device) -> None:
 
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     for name, tensor in target.items():
-        tensor.copy_(source[name].detach(), non_blocking=True)
+        if name in source:  # before the first update there are no moments: zeros, as the optimizer would begin with
+            tensor.copy_(source[name].detach(), non_blocking=True)

@@ -4,8 +4,8 @@
 2. Wrap in DDP ourselves: Ray's own wrapper leaves a single worker bare, without no_sync().
 3. Per step: the step's windows -> micro-batches -> train_step -> a row of metrics.csv.
 4. At eval_interval and at the end: validate on all workers, draw a sample.
-5. Save in the background when validated or when due, and wait for it before a stop, before giving way and at the
-   end; report the checkpoint to Ray when it is on disk.
+5. Save in the background when validated or when due; wait for it before a stop, before giving way and at the end.
+   Report the checkpoint to Ray when it is on disk.
 
 A validation that is broken off by a stop or a notice is owed: its step is saved without it, and the next start makes
 it up before anything else, so that the finished run is the one that would have been.
@@ -105,9 +105,9 @@ class TrainWorker:
 
         self.tokenizer = Tokenizer.load(task.tokenizer_folder)
         manifest = Manifest.load(task.tokens_folder)
-        self.model, self.optimizer, state = _start_or_resume(config, manifest, self.tokenizer, device)
-        attempt = _begin_attempt(config, state, device)
-        self.state = dataclasses.replace(state, run_id=attempt.run_id)
+        self.model, self.optimizer, self.state = _start_or_resume(config, manifest, self.tokenizer, device)
+        attempt = _begin_attempt(config.run_folder, self.state, device)
+        self.state = dataclasses.replace(self.state, run_id=attempt.run_id)
         self.ddp = _wrap(self.model, config.train, device)
         _settle_buckets(self.ddp, self.feed, self.precision)
         self.bad_steps = BadSteps(self.model, self.precision, config.failure.max_bad_steps)
@@ -115,7 +115,17 @@ class TrainWorker:
             Recorder(config, self.state, task.spent, n_workers, device, task.stop_signal) if rank == 0 else None
         )
         self.saver = self._open_saver(attempt)
-        self.gives_way = False
+
+    def _open_saver(self, attempt: Attempt) -> Saver:
+        config = self.config
+        hooks = SaverHooks(
+            describe=lambda state: state_document(config, attempt, state),
+            flush=self.recorder.flush if self.recorder else lambda: None,
+            committed=lambda folder: None,
+            report=lambda folder, state: _report(folder, state),
+        )
+        tokenizer_folder, keep = self.task.tokenizer_folder, config.checkpoint.keep
+        return Saver(config.run_folder, tokenizer_folder, keep, self.model, self.optimizer, attempt, hooks)
 
     def train(self) -> None:
         """Trains on from `state`.
@@ -125,24 +135,26 @@ class TrainWorker:
         """
         if self.recorder:
             forget_passed_errors(self.config.run_folder, self.state.step)
+        wishes = self._wishes().of_all(self.device)
+        if not wishes.ends_training and self.state.owes_evaluation:
+            wishes = self._make_up_evaluation()
         try:
-            wishes = self._wishes().of_all(self.device)
-            if not wishes.ends_training and self.state.owes_evaluation:
-                wishes = self._make_up_evaluation()
             while self.state.step < self.n_steps and not wishes.ends_training:
                 wishes = self._step()
-            self.saver.finish()
+            self.saver.finish(is_reported=not wishes.leave)
         except SaveFailedError as error:
             if self.recorder:
-                write_failure(self.config.run_folder, str(error))
+                write_failure(self.config.run_folder, f"{error}.")
             return
+        if self.recorder:
+            self.recorder.flush()
         if wishes.leave:
             self._give_way()
 
     def _wishes(self) -> Wishes:
         """What this worker wishes now."""
-        own = Wishes(leave=own_notice.is_given)
-        return own | self.recorder.wishes(self.state.step + 1, self.saver) if self.recorder else own
+        own = Wishes(leave=own_notice.is_given, saved=self.recorder is not None and self.saver.has_ended)
+        return own | self.recorder.wishes(self.state.step + 1) if self.recorder else own
 
     def _step(self) -> Wishes:
         """Does a step with all that belongs to it, and returns what the workers wish then."""
@@ -158,8 +170,8 @@ class TrainWorker:
             precision=self.precision,
             wishes=self._wishes,
         )
-        self.state = self.state.after_step(batch.n_tokens, result.is_skipped)
         step_s = batch.seconds_since_start()
+        self.state = self.state.after_step(batch.n_tokens, result.is_skipped)
         if result.wishes.saved:
             self.saver.take_up()
         reason = self.bad_steps.take(self.state.step, result, batch)
@@ -169,11 +181,16 @@ class TrainWorker:
         elif self.state.step % train.eval_interval == 0 or self.state.step == self.n_steps:
             evaluation, wishes = self._evaluate(wishes)
         if self.recorder:
+            if evaluation and self._is_worth_saving():
+                self._record_sample(self.recorder)
             self.state = self.recorder.record(self.state, self.order.epoch(index), batch, step_s, lr, result)
             if reason:
                 write_bad_numbers(self.config.run_folder, reason, self.bad_steps.window_ids())
-        if self._is_worth_saving() and (evaluation or wishes.save or wishes.ends_training):
-            self._save(wishes)
+        if self._is_worth_saving():
+            if wishes.ends_training or self.state.step == self.n_steps:
+                self.saver.finish(self.state, is_reported=not wishes.leave)
+            elif evaluation or wishes.save:
+                self._save()
         return wishes
 
     def _evaluate(self, wishes: Wishes) -> tuple[Evaluation | None, Wishes]:
@@ -193,8 +210,6 @@ class TrainWorker:
             self.state = self.state.owing_evaluation()
             return None, abandoned.wishes
         self.state = self.state.evaluated(evaluation)
-        if self.recorder and self._is_worth_saving():
-            self.recorder.record_sample(self.state.step, draw_sample(self.model, self.tokenizer, self.config.seed))
         return evaluation, wishes
 
     def _make_up_evaluation(self) -> Wishes:
@@ -202,37 +217,22 @@ class TrainWorker:
         evaluation, wishes = self._evaluate(Wishes())
         if evaluation:
             if self.recorder:
+                self._record_sample(self.recorder)
                 self.state = self.recorder.record_owed(self.state)
-            self._save(wishes)
+            self._save()
         return wishes
+
+    def _record_sample(self, recorder: Recorder) -> None:
+        recorder.record_sample(self.state.step, draw_sample(self.model, self.tokenizer, self.config.seed))
 
     def _is_worth_saving(self) -> bool:
         """Whether the weights may be trusted: not after a bad step, but the last one of a run must be saved."""
         is_last = self.state.step == self.n_steps
         return not self.bad_steps.was_last_bad or (is_last and not self.bad_steps.are_weights_bad)
 
-    def _save(self, wishes: Wishes) -> None:
-        self.gives_way = wishes.leave
-        if wishes.ends_training or self.state.step == self.n_steps:
-            self.saver.finish(self.state)
-        elif self.saver.save(self.state) and self.recorder:
+    def _save(self) -> None:
+        if self.saver.save(self.state) and self.recorder:
             self.recorder.save_begun()
-
-    def _open_saver(self, attempt: Attempt) -> Saver:
-        config, recorder = self.config, self.recorder
-        hooks = SaverHooks(
-            describe=lambda state: state_document(config, attempt, state),
-            flush=recorder.flush if recorder else lambda: None,
-            committed=lambda folder: None,
-            report=self._report,
-        )
-        folder, keep = self.task.tokenizer_folder, config.checkpoint.keep
-        return Saver(config.run_folder, folder, keep, self.model, self.optimizer, attempt, hooks)
-
-    def _report(self, folder: Path | None, state: RunState) -> None:
-        # Workers that give way report nothing: the controller may be gone or wait for them. The folder is the truth.
-        if not self.gives_way:
-            _report(folder, state)
 
     def _give_way(self) -> None:
         """Ends this worker, when all have saved, so that Ray starts a group on the machines that are left."""
@@ -290,12 +290,12 @@ def _start_or_resume(
     return model, optimizer, state
 
 
-def _begin_attempt(config: JobConfig, state: RunState, device: torch.device) -> Attempt:
+def _begin_attempt(run_folder: Path, state: RunState, device: torch.device) -> Attempt:
     """Makes this worker group the one that writes the run, and removes what an earlier one left unfinished."""
     begun = None
     if dist.get_rank() == 0:
-        begun = begin_attempt(config.run_folder, state.step, state.run_id)
-        remove_leftovers(config.run_folder)
+        begun = begin_attempt(run_folder, state.step, state.run_id)
+        remove_leftovers(run_folder)
     attempt = _from_rank_0(begun, device)
     assert attempt is not None
     return attempt
@@ -326,7 +326,10 @@ def _settle_buckets(ddp: DistributedDataParallel, feed: StepFeed, precision: tor
 
 
 def _report(folder: Path | None, state: RunState) -> None:
-    """Tells Ray of a checkpoint; a barrier of all workers, of which those without the folder report only numbers."""
+    """Tells Ray of a checkpoint; a barrier of all workers, of which those without the folder report only numbers.
+
+    Workers that give way report nothing: their controller may be gone or wait for them, and the folder is the truth.
+    """
     metrics: dict[str, float] = {"step": state.step}
     if state.val_loss is not None:
         metrics |= {"val_loss": state.val_loss, "score": -state.val_loss}

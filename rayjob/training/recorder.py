@@ -16,7 +16,6 @@ from rayjob.training.gradient_watch import OUTLIER_Z, GradientWatch
 from rayjob.training.metrics import MetricsRow, MetricsWriter, Spent, parse_line, read_metrics, read_spent
 from rayjob.training.preemption import StopListener
 from rayjob.training.sample import write_sample
-from rayjob.training.saver import Saver
 from rayjob.training.saving import RunState, SavePolicy
 from rayjob.training.step import StepResult, Wishes
 
@@ -51,22 +50,18 @@ class Recorder:
         # An earlier worker group of this driver may have come further than the driver knew of at its start.
         self._spent = max(spent, Spent(state.elapsed_s, state.cost_usd), read_spent(config.run_folder))
         self._metrics = MetricsWriter(config.run_folder, state.recorded_step)
-        self._gradients = GradientWatch(row.grad_norm for row in read_metrics(config.run_folder))
         self._files = BackgroundFiles()
+        self._gradients = GradientWatch(row.grad_norm for row in read_metrics(config.run_folder))
         self._started_at_s = time.monotonic()
         self._gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if device.type == "cuda" and self._gpu is None:
             logger.warning("No peak is known for %s: mfu_pct stays empty.", torch.cuda.get_device_name(device))
 
-    def wishes(self, step: int, saver: Saver) -> Wishes:
+    def wishes(self, step: int) -> Wishes:
         """Returns what rank 0 asks of all workers at the end of `step`."""
         max_usd = self._config.cost.max_usd
         is_spent = max_usd is not None and self._spent_so_far().cost_usd >= max_usd
-        return Wishes(
-            stop=self._stop.is_requested or is_spent,
-            save=self._policy.is_due(step) and not saver.is_saving,
-            saved=saver.has_ended,
-        )
+        return Wishes(stop=self._stop.is_requested or is_spent, save=self._policy.is_due(step))
 
     def record(
         self, state: RunState, epoch: int, batch: StepBatch, step_s: float, lr: float, result: StepResult
@@ -83,7 +78,7 @@ class Recorder:
         return state
 
     def record_owed(self, state: RunState) -> RunState:
-        """Has the row written that waited for its evaluation, which the state has now."""
+        """Writes the row that waited for its evaluation, which the state has now."""
         row = parse_line(state.owed_row)
         assert row is not None
         self._gradients.score(row.grad_norm)  # remembered for the next steps
@@ -122,7 +117,6 @@ class Recorder:
             cost_usd=state.cost_usd,
             elapsed_s=state.elapsed_s,
             wall_time=time.time(),
-            workers=self._n_workers,
             windows=result.windows,
             skipped=int(result.is_skipped),
             grad_z=grad_z,

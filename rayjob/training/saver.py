@@ -143,8 +143,11 @@ class Saver:
         self._waiting = self._copy(state)
         return True
 
-    def take_up(self) -> None:
+    def take_up(self, is_reported: bool = True) -> None:
         """Ends the running save, which all ranks know to have ended, and starts the one that waits.
+
+        Args:
+            is_reported: whether to call the hook `report`.
 
         Raises:
             SaveFailedError: MAX_FAILURES saves in a row failed.
@@ -163,22 +166,22 @@ class Saver:
             if self._rank == 0:
                 elapsed_s = time.monotonic() - save.began_at_s
                 logger.info("saved %s in %.1f s", checkpoint_name(save.state.step), elapsed_s)
-            self._hooks.report(save.outcome.folder if self._rank == 0 else None, save.state)
+            if is_reported:
+                self._hooks.report(save.outcome.folder if self._rank == 0 else None, save.state)
 
-    def finish(self, state: RunState | None = None) -> None:
+    def finish(self, state: RunState | None = None, is_reported: bool = True) -> None:
         """Waits for all that is being saved, then saves `state` and waits for that too.
 
         Raises:
             SaveFailedError: MAX_FAILURES saves in a row failed.
         """
         while self._running:
-            self.take_up()
-        if state:
-            is_saved = False
-            while not is_saved:
-                self._start(self._copy(state))
-                self.take_up()
-                is_saved = self._n_failures == 0
+            self.take_up(is_reported)
+        is_saved = state is None
+        while state and not is_saved:
+            self._start(self._copy(state))
+            self.take_up(is_reported)
+            is_saved = self._n_failures == 0
         if self._thread:
             self._thread.join()  # it may still be removing old checkpoints
 
@@ -220,7 +223,7 @@ class Saver:
         if self._rank == 0 and not save.outcome.folder:
             draft.discard()
         save.ended.set()
-        # A checkpoint that owes its evaluation will be replaced by one with a score: until then another must stand.
+        # One that owes its evaluation will be replaced by one with a score, and until then another must stand.
         if self._rank == 0 and save.outcome.folder and not save.state.owes_evaluation:
             prune(self._run_folder, save.state.step, self._keep)
 

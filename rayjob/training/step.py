@@ -29,7 +29,7 @@ class Wishes:
     stop: bool = False  # save and end the run
     leave: bool = False  # save and give way: a machine is about to go, or workers to come
     save: bool = False
-    saved: bool = False  # not a wish but news: the save in the background has ended
+    saved: bool = False  # no wish but news of rank 0: the save in the background has ended
 
     @property
     def ends_training(self) -> bool:

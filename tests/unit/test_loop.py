@@ -25,6 +25,7 @@ from rayjob.training.failure import has_failed, raise_failure
 from rayjob.training.loop import TrainTask, TrainWorker
 from rayjob.training.metrics import MetricsRow, Spent, read_metrics
 from rayjob.training.notice import GaveWay, Notice
+from rayjob.training.saving import RunState
 
 N_STEPS = 12
 MODEL = ModelConfig(vocab_size=300, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
@@ -230,6 +231,16 @@ def test_run_with_a_skipped_step_is_resumed_bit_for_bit(
 
 def test_bad_steps_in_a_row_end_the_run_and_the_checkpoint_before_is_sound(run: Run) -> None:
     def plant(worker: TrainWorker) -> None:
+        save = worker.saver.save
+
+        def save_and_wait(state: RunState) -> bool:
+            """Steps of a millisecond would overtake the save of step 4, and that of step 6 be put off to a bad step."""
+            is_taken = save(state)
+            worker.saver.finish()
+            return is_taken
+
+        worker.saver.save = save_and_wait  # type: ignore[method-assign]
+
         def spoil(_module: object, _inputs: object) -> None:
             if worker.state.step == 6:
                 worker.model.model.norm.weight.data[0] = torch.nan
