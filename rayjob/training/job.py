@@ -26,6 +26,7 @@ from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
+from rayjob.lease import Fence
 from rayjob.training.failure import forget_failure, raise_failure
 from rayjob.training.loop import TrainTask, train_loop
 from rayjob.training.metrics import Spent, cut_metrics, read_spent
@@ -87,12 +88,13 @@ def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
     return read_run(folder, config.model, identity).recorded_step
 
 
-def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> Outcome:
+def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event, fence: Fence) -> Outcome:
     """Trains to the end, to a stop or to the end of the budget; Ray must be initialised.
 
     Args:
         config: of a run whose folder no other driver writes and whose checkpoints fit, see `step_to_go_on_from`.
         stop: set by a signal handler; the workers then save and return.
+        fence: of this driver's lease on the run; the workers ask it before they write.
 
     Raises:
         ConfigError: the cluster has too few GPUs.
@@ -109,7 +111,7 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
     tracking = Tracking(run_folder, _sinks(config, corpus.tokens_folder, n_steps, step))
     status = "FAILED"
     try:
-        _fit_while_it_gains(config, corpus, spent, stop)
+        _fit_while_it_gains(config, corpus, spent, stop, fence)
         is_done = latest_step(config) >= n_steps
         status = "FINISHED" if is_done else "KILLED"
     finally:
@@ -119,13 +121,15 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
     return Outcome.STOPPED if stop.is_set() else Outcome.BUDGET
 
 
-def _fit_while_it_gains(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event) -> None:
+def _fit_while_it_gains(
+    config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event, fence: Fence
+) -> None:
     """Runs fit() again when its failures are used up, as long as there is a new checkpoint each time."""
     while True:
         forget_ray_snapshot(config.run_folder)
         step = latest_step(config)
         try:
-            _fit(config, corpus, spent, stop)
+            _fit(config, corpus, spent, stop, fence)
         except WorkerGroupError:
             raise_failure(config.run_folder)
             gained = latest_step(config) - step
@@ -140,13 +144,19 @@ def _fit_while_it_gains(config: JobConfig, corpus: PreparedCorpus, spent: Spent,
             return
 
 
-def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event) -> None:
+def send_to_trackers(config: JobConfig, corpus: PreparedCorpus) -> None:
+    """Sends what the trackers have not got of a run that is done."""
+    n_steps = steps_of_run(config, corpus)
+    Tracking(config.run_folder, _sinks(config, corpus.tokens_folder, n_steps, n_steps)).finish("FINISHED")
+
+
+def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event, fence: Fence) -> None:
     """Runs fit() to its end in a thread; passes a stop on and an error up."""
     # A worker that does not answer in this time is taken for dead, so Ray names it before the others' collective ends.
     settings = _RAY_TRAIN_SETTINGS | {"RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(0.8 * config.train.step_timeout_s)}
     os.environ.update({name: os.environ.get(name, value) for name, value in settings.items()})
     stop_signal = StopSignal.remote()  # type: ignore[attr-defined]
-    task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, spent, stop_signal)
+    task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, spent, stop_signal, fence)
     trainer = _build_trainer(config, task)
     errors: list[BaseException] = []
 

@@ -32,6 +32,7 @@ from model.llama import Llama
 from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest
+from rayjob.lease import Fence
 from rayjob.training.attempt import Attempt, begin_attempt
 from rayjob.training.bad_numbers import BadSteps
 from rayjob.training.evaluation import Evaluation, EvaluationAbandoned, evaluate
@@ -69,6 +70,7 @@ class TrainTask:
     tokenizer_folder: Path
     spent: Spent  # before this driver, steps that are done again included
     stop_signal: Any  # handle of a StopSignal actor
+    fence: Fence  # asked before anything of the run is written
 
 
 def train_loop(loop_config: dict[str, Any]) -> None:
@@ -112,7 +114,9 @@ class TrainWorker:
         _settle_buckets(self.ddp, self.feed, self.precision)
         self.bad_steps = BadSteps(self.model, self.precision, config.failure.max_bad_steps)
         self.recorder = (
-            Recorder(config, self.state, task.spent, n_workers, device, task.stop_signal) if rank == 0 else None
+            Recorder(config, self.state, task.spent, n_workers, device, task.stop_signal, task.fence)
+            if rank == 0
+            else None
         )
         self.saver = self._open_saver(attempt)
 

@@ -10,6 +10,7 @@ import torch
 
 from rayjob.config import JobConfig
 from rayjob.hardware import find_gpu, mfu_pct
+from rayjob.lease import Fence, LeaseLostError
 from rayjob.training.background_files import BackgroundFiles
 from rayjob.training.feed import StepBatch
 from rayjob.training.gradient_watch import OUTLIER_Z, GradientWatch
@@ -32,6 +33,10 @@ class Recorder:
         n_workers: in the group.
         device: of the worker.
         stop_signal: handle of a StopSignal actor.
+        fence: of the driver's lease on the run.
+
+    Raises:
+        LeaseLostError: here or in a later call, if another driver has the run; nothing is written from then on.
     """
 
     def __init__(
@@ -42,7 +47,11 @@ class Recorder:
         n_workers: int,
         device: torch.device,
         stop_signal: Any,
+        fence: Fence,
     ) -> None:
+        fence.check()
+        self._fence = fence
+        self._lost: LeaseLostError | None = None
         self._config = config
         self._n_workers = n_workers
         self._stop = StopListener(stop_signal)
@@ -70,11 +79,13 @@ class Recorder:
 
         While the step's evaluation is owed its row waits in the state, for a row is written once.
         """
+        if self._lost:
+            raise self._lost
         state = state.at_cost(*self._spent_so_far())
         row = self._row(state, epoch, batch, step_s, lr, result)
         if state.owes_evaluation:
             return state.with_owed_row(row.to_csv())
-        self._files.submit(partial(self._metrics.write, row))
+        self._files.submit(partial(self._write, row))
         return state
 
     def record_owed(self, state: RunState) -> RunState:
@@ -88,7 +99,7 @@ class Recorder:
             val_accuracy=state.val_accuracy,
             val_bits_per_byte=state.val_bits_per_byte,
         )
-        self._files.submit(partial(self._metrics.write, row))
+        self._files.submit(partial(self._write, row))
         return state.with_owed_row("")
 
     def _row(
@@ -117,6 +128,7 @@ class Recorder:
             cost_usd=state.cost_usd,
             elapsed_s=state.elapsed_s,
             wall_time=time.time(),
+            workers=self._n_workers,
             windows=result.windows,
             skipped=int(result.is_skipped),
             grad_z=grad_z,
@@ -127,9 +139,24 @@ class Recorder:
         self._files.submit(partial(write_sample, self._config.run_folder, step, sample))
 
     def flush(self) -> None:
-        """Waits until every row and sample so far is on disk; raises OSError if the storage does not take them."""
+        """Waits until every row and sample so far is on disk.
+
+        Raises:
+            OSError: the storage does not take them.
+            LeaseLostError: another driver has the run, so what depends on them must not be written either.
+        """
         self._files.submit(self._metrics.sync)
         self._files.flush()
+        self._fence.check()
+
+    def _write(self, row: MetricsRow) -> None:
+        """Writes a row, in the background, where asking the fence delays no step."""
+        try:
+            self._fence.check()
+        except LeaseLostError as error:
+            self._lost = error
+        else:
+            self._metrics.write(row)
 
     def save_begun(self) -> None:
         self._policy.save_begun()

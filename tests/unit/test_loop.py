@@ -20,6 +20,7 @@ from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer, train_tokenizer
 from rayjob.config import CheckpointConfig, CostConfig, JobConfig, OptimizerConfig, TokenizerConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest, Row, SplitTotals, write_block
+from rayjob.lease import Fence
 from rayjob.training import loop, recorder
 from rayjob.training.failure import has_failed, raise_failure
 from rayjob.training.loop import TrainTask, TrainWorker
@@ -93,7 +94,8 @@ class Run:
         """Trains until the end or until the workers give way; `prepare` plants what happens meanwhile."""
         self.notice = Notice()
         self._monkeypatch.setattr(loop, "own_notice", self.notice)
-        task = TrainTask(self.config, self._corpus / "tokens", self._corpus / "tokenizer", Spent(0.0, 0.0), None)
+        tokens, tokenizer, spent = self._corpus / "tokens", self._corpus / "tokenizer", Spent(0.0, 0.0)
+        task = TrainTask(self.config, tokens, tokenizer, spent, None, Fence(self.folder))
         worker = TrainWorker(task, torch.device("cpu"))
         prepare(worker)
         worker.train()
