@@ -77,6 +77,7 @@ class Supervisor:
             services.start(self.settings, self.run.storage)
         except (SettingsError, head.HeadError, tracking_server.TrackingServerError, OSError) as error:
             return End(Kind.FAILED, submit.FAILED, f"the cluster does not come up again: {error}")
+        self._next_service_s = 0.0  # a new head may have to be given what the last one ran
         return self._follow_job()
 
     def _follow_job(self) -> End:

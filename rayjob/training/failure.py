@@ -15,6 +15,7 @@ import ray.exceptions
 import torch.distributed as dist
 
 from rayjob.atomic import write_atomically
+from rayjob.lease import LeaseLostError
 
 _FILE = "failure.json"
 _ERRORS_FOLDER = "errors"
@@ -78,7 +79,7 @@ def remembered_errors(run_folder: Path, group: str, rank: int, step: Callable[[]
 
 def is_of_another_worker(error: Exception) -> bool:
     """Returns whether an exception only says that another process is gone, hangs or has the run."""
-    if isinstance(error, (dist.DistError, ray.exceptions.RayError)):
+    if isinstance(error, (dist.DistError, ray.exceptions.RayError, LeaseLostError)):
         return True
     return type(error) is RuntimeError and bool(_OF_ANOTHER_WORKER.search(str(error)))
 

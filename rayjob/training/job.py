@@ -19,7 +19,7 @@ import ray.train.torch
 import yaml
 from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 
-from model.checkpoint import latest_checkpoint, step_of
+from model.checkpoint import latest_checkpoint, read_trainer_state
 from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
@@ -35,7 +35,7 @@ from rayjob.training.narration import Narration
 from rayjob.training.preemption import StopRequest, StopSignal
 from rayjob.training.ray_callbacks import SaveBeforeResize, SigtermIsNotice
 from rayjob.training.recovery import forget_ray_snapshot, read_run, settle_checkpoints
-from rayjob.training.saving import RunIdentity
+from rayjob.training.saving import RunIdentity, RunState
 from rayjob.training.schedule import WindowOrder, max_steps
 from rayjob.training.tensorboard_sink import TensorboardSink
 from rayjob.training.tracking import Sink, Tracking
@@ -68,9 +68,9 @@ def steps_of_run(config: JobConfig, corpus: PreparedCorpus) -> int:
 
 
 def latest_step(config: JobConfig) -> int:
-    """Returns the step of the run's newest complete checkpoint, 0 if it has none."""
+    """Returns the last step that the run's newest complete checkpoint has done with, 0 if it has none."""
     latest = latest_checkpoint(config.run_folder)
-    return step_of(latest) if latest else 0
+    return RunState.from_json(read_trainer_state(latest)).recorded_step if latest else 0
 
 
 def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
@@ -112,19 +112,13 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event, fenc
     status = "FAILED"
     try:
         _fit_while_it_gains(config, corpus, spent, stop, fence)
-        is_done = step_to_go_on_from(config, corpus) >= n_steps
+        is_done = latest_step(config) >= n_steps
         status = "FINISHED" if is_done else "KILLED"
     finally:
         tracking.finish(status)
     if is_done:
         return Outcome.DONE
     return Outcome.STOPPED if stop.is_set() else Outcome.BUDGET
-
-
-def send_to_trackers(config: JobConfig, corpus: PreparedCorpus) -> None:
-    """Sends what the trackers have not got of a run that is done."""
-    n_steps = steps_of_run(config, corpus)
-    Tracking(config.run_folder, _sinks(config, corpus.tokens_folder, n_steps, n_steps)).finish("FINISHED")
 
 
 def _fit_while_it_gains(
@@ -148,6 +142,12 @@ def _fit_while_it_gains(
         else:
             raise_failure(config.run_folder)
             return
+
+
+def send_to_trackers(config: JobConfig, corpus: PreparedCorpus) -> None:
+    """Sends what the trackers have not got of a run that is done."""
+    n_steps = steps_of_run(config, corpus)
+    Tracking(config.run_folder, _sinks(config, corpus.tokens_folder, n_steps, n_steps)).finish("FINISHED")
 
 
 def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event, fence: Fence) -> None:

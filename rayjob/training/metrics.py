@@ -34,6 +34,7 @@ class MetricsRow:
     cost_usd: float
     elapsed_s: float  # training time over all attempts
     wall_time: float  # seconds since 1970
+    workers: int = 0
     windows: int = 0  # fingerprint of the windows of the step, the same however they are dealt to workers
     skipped: int = 0  # 1 where loss or gradient were not finite, so that nothing was updated
     grad_z: float | None = None  # deviations of grad_norm from the mean of the steps before
@@ -45,7 +46,7 @@ class MetricsRow:
 
 
 COLUMNS = tuple(field.name for field in fields(MetricsRow))
-_INTEGERS = frozenset({"step", "epoch", "tokens", "windows", "skipped"})
+_INTEGERS = frozenset({"step", "epoch", "tokens", "workers", "windows", "skipped"})
 
 
 class MetricsWriter:

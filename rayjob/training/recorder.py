@@ -126,6 +126,7 @@ class Recorder:
             cost_usd=state.cost_usd,
             elapsed_s=state.elapsed_s,
             wall_time=time.time(),
+            workers=self._n_workers,
             windows=result.windows,
             skipped=int(result.is_skipped),
             grad_z=grad_z,
@@ -136,7 +137,12 @@ class Recorder:
         self._submit(partial(write_sample, self._config.run_folder, step, sample))
 
     def flush(self) -> None:
-        """Waits until every row and sample so far is on disk; raises OSError if the storage does not take them."""
+        """Waits until every row and sample so far is on disk.
+
+        Raises:
+            OSError: the storage does not take them.
+            LeaseLostError: another driver has the run, so what depends on them must not be written either.
+        """
         self._submit(self._metrics.sync)
         self._files.flush()
 

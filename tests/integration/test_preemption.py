@@ -4,27 +4,18 @@ Real: Ray's nodes, each with its processes, the drain, the workers, 200 MB of st
 machine stand for machines.
 """
 
-import contextlib
-import os
 import re
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from model.checkpoint import latest_checkpoint, step_of, verify_checkpoint
-from tests.integration.test_training import WORDS, Job, wait_until
+from tests.integration.nodes import PREEMPTION_S, Cluster
+from tests.integration.test_training import WORDS, Job
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PREEMPTION_S = 5.0
 # 17.3 million parameters: 207 MB of weights and moments. Nothing but a notice saves.
 SETTINGS = """
     model.d_model=512 model.n_layers=6 model.n_heads=8 model.n_kv_heads=4 model.d_ff=1408
@@ -43,75 +34,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Node:
-    """A Ray node of its own in the foreground, as a pod runs it; the first is the head."""
-
-    def __init__(self, folder: Path, port: int, *, is_head: bool, n_cpus: int) -> None:
-        place = (
-            ["--head", f"--port={port}", "--include-dashboard=false"] if is_head else [f"--address=127.0.0.1:{port}"]
-        )
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *place, f"--num-cpus={n_cpus}"]
-        command += ["--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0"]
-        command += [f"--temp-dir={folder}", "--object-store-memory=100000000", "--disable-usage-stats"]
-        self.log = folder / f"node-{time.monotonic_ns()}.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        wait_until(lambda: b"block forever" in self.log.read_bytes(), self.process, self.log)
-
-    def processes(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            own = psutil.Process(self.process.pid)
-            return [own, *own.children(recursive=True)]
-        return []
-
-    def take_away(self, *others: subprocess.Popen[bytes]) -> None:
-        """SIGTERM, and after the time that a pod has, SIGKILL to all that is still there."""
-        known, ends_at_s = set(self.processes()), time.monotonic() + PREEMPTION_S
-        self.process.terminate()
-        while time.monotonic() < ends_at_s:
-            known |= set(self.processes())
-            time.sleep(0.05)
-        self._kill(known | {psutil.Process(other.pid) for other in others})
-
-    def close(self) -> None:
-        self._kill(set(self.processes()))
-
-    def _kill(self, processes: set[psutil.Process]) -> None:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait(timeout=30)
-
-
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator["Cluster"]:
-    made = Cluster(monkeypatch)
-    yield made
-    made.close()
-
-
-class Cluster:
-    """Nodes that are started one after another, in a short temporary folder for Ray's sockets."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.nodes: list[Node] = []
-        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        monkeypatch.setenv("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "4")  # as cluster/ sets it for a pod
-        monkeypatch.setenv("PYTHONPATH", os.getcwd())
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{self.port}")
-
-    def add(self, n_cpus: int) -> Node:
-        self.nodes.append(Node(self.folder, self.port, is_head=not self.nodes, n_cpus=n_cpus))
-        return self.nodes[-1]
-
-    def close(self) -> None:
-        for node in reversed(self.nodes):
-            node.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    with Cluster(monkeypatch) as made:
+        yield made
 
 
 def assert_saved(job: Job, step_before: int) -> int:

@@ -13,7 +13,7 @@ from model.checkpoint import list_checkpoints, load_trainer_state
 from rayjob.training.schedule import WindowOrder
 from tests.integration.test_training import WORDS, Job, wait_until, workers_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEP_TIMEOUT_S = 6
 SETTINGS = [f"train.step_timeout_s={STEP_TIMEOUT_S}", "failure.max_failures=1", "tracking.tensorboard=false"]
