@@ -13,7 +13,8 @@ _RETRY_S = 1.0
 class BackgroundFiles:
     """Carries out writes one after another; one that fails is tried again until it succeeds, and those behind it wait.
 
-    So every write must be safe to repeat.
+    So every write must be safe to repeat. A write that raises another error than OSError is the last one, and every
+    call from then on raises that error.
     """
 
     def __init__(self) -> None:
@@ -21,11 +22,13 @@ class BackgroundFiles:
         self._changed = threading.Condition()
         self._submitted, self._done = 0, 0
         self._error: OSError | None = None
+        self._end: Exception | None = None
         threading.Thread(target=self._run, name="background-files", daemon=True).start()
 
     def submit(self, write: Callable[[], None]) -> None:
         """Queues a write and returns at once."""
         with self._changed:
+            self._raise_end()
             self._submitted += 1
         self._writes.put(write)
 
@@ -37,18 +40,30 @@ class BackgroundFiles:
         """
         with self._changed:
             target = self._submitted
-            self._changed.wait_for(lambda: self._done >= target or self._error is not None)
+            self._changed.wait_for(lambda: self._done >= target or self._error is not None or self._end is not None)
+            self._raise_end()
             if self._done < target:
                 raise OSError(f"the run's small files cannot be written: {self._error}") from self._error
 
     def _run(self) -> None:
-        while True:
-            write = self._writes.get()
-            while not self._is_done(write):
-                threading.Event().wait(_RETRY_S)
+        try:
+            while True:
+                self._carry_out(self._writes.get())
+        except Exception as error:  # it belongs to whoever submits next
             with self._changed:
-                self._done += 1
+                self._end = error
                 self._changed.notify_all()
+
+    def _carry_out(self, write: Callable[[], None]) -> None:
+        while not self._is_done(write):
+            threading.Event().wait(_RETRY_S)
+        with self._changed:
+            self._done += 1
+            self._changed.notify_all()
+
+    def _raise_end(self) -> None:
+        if self._end is not None:
+            raise self._end
 
     def _is_done(self, write: Callable[[], None]) -> bool:
         try:

@@ -108,7 +108,7 @@ class TrainWorker:
         self.tokenizer = Tokenizer.load(task.tokenizer_folder)
         manifest = Manifest.load(task.tokens_folder)
         self.model, self.optimizer, self.state = _start_or_resume(config, manifest, self.tokenizer, device)
-        attempt = _begin_attempt(config.run_folder, self.state, device)
+        attempt = _begin_attempt(task, self.state, device)
         self.state = dataclasses.replace(self.state, run_id=attempt.run_id)
         self.ddp = _wrap(self.model, config.train, device)
         _settle_buckets(self.ddp, self.feed, self.precision)
@@ -294,12 +294,13 @@ def _start_or_resume(
     return model, optimizer, state
 
 
-def _begin_attempt(run_folder: Path, state: RunState, device: torch.device) -> Attempt:
+def _begin_attempt(task: TrainTask, state: RunState, device: torch.device) -> Attempt:
     """Makes this worker group the one that writes the run, and removes what an earlier one left unfinished."""
     begun = None
     if dist.get_rank() == 0:
-        begun = begin_attempt(run_folder, state.step, state.run_id)
-        remove_leftovers(run_folder)
+        task.fence.check()
+        begun = begin_attempt(task.config.run_folder, state.step, state.run_id)
+        remove_leftovers(task.config.run_folder)
     attempt = _from_rank_0(begun, device)
     assert attempt is not None
     return attempt

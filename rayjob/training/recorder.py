@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from rayjob.config import JobConfig
 from rayjob.hardware import find_gpu, mfu_pct
-from rayjob.lease import Fence, LeaseLostError
+from rayjob.lease import Fence
 from rayjob.training.background_files import BackgroundFiles
 from rayjob.training.feed import StepBatch
 from rayjob.training.gradient_watch import OUTLIER_Z, GradientWatch
@@ -36,7 +37,7 @@ class Recorder:
         fence: of the driver's lease on the run.
 
     Raises:
-        LeaseLostError: here or in a later call, if another driver has the run; nothing is written from then on.
+        LeaseLostError: here or in a later call, and nothing is written any more, if another driver has the run.
     """
 
     def __init__(
@@ -51,7 +52,6 @@ class Recorder:
     ) -> None:
         fence.check()
         self._fence = fence
-        self._lost: LeaseLostError | None = None
         self._config = config
         self._n_workers = n_workers
         self._stop = StopListener(stop_signal)
@@ -79,13 +79,11 @@ class Recorder:
 
         While the step's evaluation is owed its row waits in the state, for a row is written once.
         """
-        if self._lost:
-            raise self._lost
         state = state.at_cost(*self._spent_so_far())
         row = self._row(state, epoch, batch, step_s, lr, result)
         if state.owes_evaluation:
             return state.with_owed_row(row.to_csv())
-        self._files.submit(partial(self._write, row))
+        self._submit(partial(self._metrics.write, row))
         return state
 
     def record_owed(self, state: RunState) -> RunState:
@@ -99,7 +97,7 @@ class Recorder:
             val_accuracy=state.val_accuracy,
             val_bits_per_byte=state.val_bits_per_byte,
         )
-        self._files.submit(partial(self._write, row))
+        self._submit(partial(self._metrics.write, row))
         return state.with_owed_row("")
 
     def _row(
@@ -136,7 +134,7 @@ class Recorder:
 
     def record_sample(self, step: int, sample: str) -> None:
         """Has a sample written; before the step's row, for trackers look for it when they read the row."""
-        self._files.submit(partial(write_sample, self._config.run_folder, step, sample))
+        self._submit(partial(write_sample, self._config.run_folder, step, sample))
 
     def flush(self) -> None:
         """Waits until every row and sample so far is on disk.
@@ -145,21 +143,18 @@ class Recorder:
             OSError: the storage does not take them.
             LeaseLostError: another driver has the run, so what depends on them must not be written either.
         """
-        self._files.submit(self._metrics.sync)
+        self._submit(self._metrics.sync)
         self._files.flush()
-        self._fence.check()
-
-    def _write(self, row: MetricsRow) -> None:
-        """Writes a row, in the background, where asking the fence delays no step."""
-        try:
-            self._fence.check()
-        except LeaseLostError as error:
-            self._lost = error
-        else:
-            self._metrics.write(row)
 
     def save_begun(self) -> None:
         self._policy.save_begun()
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        def write_if_ours() -> None:
+            self._fence.check()
+            write()
+
+        self._files.submit(write_if_ours)
 
     def _spent_so_far(self) -> Spent:
         elapsed_s = time.monotonic() - self._started_at_s

@@ -56,7 +56,7 @@ class _Save:
     state: RunState
     copy: HostCopy
     ended: threading.Event = field(default_factory=threading.Event)
-    outcome: Outcome = Outcome(None)
+    outcome: Outcome = Outcome(None, "the saving thread has broken down")
     began_at_s: float = field(default_factory=time.monotonic)
     is_told_slow: bool = False
 
@@ -159,7 +159,7 @@ class Saver:
         waiting, self._waiting = self._waiting, None
         if waiting:
             self._start(waiting)
-        if save.outcome.error:
+        if save.outcome.folder is None:
             self._count_failure(save)
         else:
             self._n_failures = 0
@@ -215,17 +215,22 @@ class Saver:
             previous.join()
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         draft = Draft(self._run_folder, save.state.step, self._attempt.id)
-        for n_tries in range(1, _N_TRIES + 1):
-            save.outcome = self._try(draft, save)
-            if save.outcome.folder or n_tries == _N_TRIES:
-                break
-            threading.Event().wait(_RETRY_S)
-        if self._rank == 0 and not save.outcome.folder:
-            draft.discard()
-        save.ended.set()
+        try:
+            self._write(draft, save)
+            if self._rank == 0 and not save.outcome.folder:
+                draft.discard()
+        finally:
+            save.ended.set()  # whatever happened here, the training thread must not wait for it without end
         # One that owes its evaluation will be replaced by one with a score, and until then another must stand.
         if self._rank == 0 and save.outcome.folder and not save.state.owes_evaluation:
             prune(self._run_folder, save.state.step, self._keep)
+
+    def _write(self, draft: Draft, save: _Save) -> None:
+        for n_tries in range(1, _N_TRIES + 1):
+            save.outcome = self._try(draft, save)
+            if save.outcome.folder or n_tries == _N_TRIES:
+                return
+            threading.Event().wait(_RETRY_S)
 
     def _try(self, draft: Draft, save: _Save) -> Outcome:
         """Writes, agrees, commits, agrees: the same outcome on all ranks."""

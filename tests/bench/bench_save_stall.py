@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -31,9 +32,11 @@ from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer, train_tokenizer
 from rayjob.config import CheckpointConfig, OptimizerConfig
 from rayjob.training.attempt import begin_attempt
+from rayjob.training.feed import StepFeed, Windows
 from rayjob.training.optimizer import build_optimizer
 from rayjob.training.saver import Saver, SaverHooks
 from rayjob.training.saving import RunIdentity, RunState
+from rayjob.training.schedule import WindowOrder
 from rayjob.training.step import Wishes, train_step
 
 CONFIG = ModelConfig(vocab_size=50304)  # the reference model
@@ -51,6 +54,11 @@ class Bench:
         self.model.init_weights(0)
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False)
         self.optimizer = build_optimizer(self.model, OptimizerConfig())
+        n_windows = arguments.windows * arguments.workers
+        stream = np.random.default_rng(1).integers(0, CONFIG.vocab_size, 64 * CONFIG.max_seq_len + 1).astype(np.uint16)
+        windows = Windows(stream, CONFIG.max_seq_len)
+        order = WindowOrder(len(windows), n_windows, seed=7)
+        self.feed = StepFeed(windows, order, arguments.windows, rank, arguments.workers, torch.device("cpu"))
         run_folder = Path(arguments.folder) / "run"
         begun = [begin_attempt(run_folder, 0, None) if rank == 0 else None]
         dist.broadcast_object_list(begun)
@@ -67,19 +75,17 @@ class Bench:
 
     def step(self, is_due: bool) -> None:
         """One step of the run's length, and the boundary after it."""
-        tokens = torch.randint(CONFIG.vocab_size, (self.arguments.windows, CONFIG.max_seq_len + 1))
-        news = Wishes(saved=self.rank == 0 and self.saver.has_ended)
+        batch = self.feed.step_batch(self.state.step)
         result = train_step(
             self.ddp,
             self.optimizer,
-            [(tokens[:, :-1], tokens[:, 1:])],
-            n_tokens=self.arguments.windows * CONFIG.max_seq_len * self.arguments.workers,
+            batch,
             lr=1e-4,
             grad_clip=1.0,
             precision=torch.bfloat16,
-            wishes=news,
+            wishes=lambda: Wishes(saved=self.rank == 0 and self.saver.has_ended),
         )
-        self.state = self.state.after_step(CONFIG.max_seq_len)
+        self.state = self.state.after_step(batch.n_tokens)
         if result.wishes.saved:
             self.write_s.append(time.monotonic() - self._saved_at_s)
             self.saver.take_up()

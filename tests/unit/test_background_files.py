@@ -62,3 +62,17 @@ def test_a_failing_write_is_tried_until_it_succeeds_and_told_once(
         "[Errno 28] No space left on device The rows of metrics.csv wait in memory; training goes on.",
         "the run folder can be written again.",
     ]
+
+
+def test_an_error_that_no_repetition_mends_ends_it_and_is_raised_from_then_on() -> None:
+    files, done = BackgroundFiles(), list[int]()
+
+    def lost() -> None:
+        raise RuntimeError("another driver has the run")
+
+    files.submit(lost)
+    with pytest.raises(RuntimeError, match="another driver"):
+        files.flush()
+    with pytest.raises(RuntimeError, match="another driver"):
+        files.submit(lambda: done.append(1))
+    assert done == []

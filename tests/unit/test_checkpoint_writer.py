@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.checkpoint import load_model, load_trainer_tensors, verify_checkpoint
+from model.checkpoint import load_model, load_trainer_tensors, read_trainer_state, verify_checkpoint
 from model.checkpoint_writer import Draft, remove_checkpoint, remove_leftovers
 from model.complete import CheckpointError, Files
 from model.llama import Llama
@@ -69,6 +69,18 @@ def test_writers_of_one_step_do_not_meet(tmp_path: Path, llama: Llama, small_tok
     folder = living.commit(write_shares(living, llama, small_tokenizer, 1))
     dead.write_trainer_tensors({"exp_avg.0": torch.ones(3)}, 0, 1)
     verify_checkpoint(folder)
+
+
+def test_a_score_is_added_to_a_sound_checkpoint_and_never_taken_from_it(
+    tmp_path: Path, llama: Llama, small_tokenizer: Path
+) -> None:
+    for val_loss, kept in [(None, None), (2.5, 2.5), (None, 2.5), (2.0, 2.5)]:
+        draft = Draft(tmp_path, 7, "abc")
+        files = draft.write_model(llama.state_dict(), CONFIG, small_tokenizer, {"val_loss": val_loss})
+        folder = draft.commit(files | draft.write_trainer_tensors(TENSORS, 0, 1))
+        verify_checkpoint(folder)
+        assert read_trainer_state(folder)["val_loss"] == kept
+        assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_leftovers_of_saves_and_removals_are_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -48,3 +48,11 @@ def test_a_filled_copy_does_not_change_with_the_model() -> None:
         assert all(copy.weights[name].equal(tensor) for name, tensor in before.items())
         assert not copy.moments["exp_avg.model.norm.weight"].equal(optimizer.state[model.model.norm.weight]["exp_avg"])
     assert {name: tensor.data_ptr() for name, tensor in (copy.weights | copy.moments).items()} == buffers
+
+
+def test_before_the_first_update_the_moments_are_zeros_as_the_optimizer_would_begin_with() -> None:
+    model = Llama(CONFIG)
+    copy = HostCopy(model, deal_shares(model, 1)[0])
+    copy.fill(model, torch.optim.AdamW(model.parameters()))
+    assert len(copy.moments) == 2 * len(list(model.parameters()))
+    assert not any(moment.any() for moment in copy.moments.values())

@@ -83,7 +83,8 @@ class Run:
             cost=CostConfig(),
         )
         self.folder = self.config.run_folder
-        self.folder.mkdir(parents=True)
+        (self.folder / "lease").mkdir(parents=True)
+        (self.folder / "lease" / "00000001.json").touch()
         self._corpus = corpus
         self._monkeypatch = monkeypatch
         self.notice = Notice()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 
 import rayjob.training.saving
 from model.checkpoint import best_checkpoint, list_checkpoints, load_model, load_trainer_tensors
@@ -123,6 +125,17 @@ def test_resumed_optimizer_and_generator_go_on_as_they_were(run: SavedRun) -> No
         assert moment.equal(optimizer_tensors(model, optimizer)[name])
     for mine, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
         assert mine.equal(theirs)
+
+
+def test_names_in_a_checkpoint_do_not_depend_on_compile_or_ddp(run: SavedRun) -> None:
+    wanted = set(run.model.state_dict())
+    DistributedDataParallel(run.model)
+    run.model.compile()  # in place; nothing is compiled before a forward
+    run.saver.finish(run.state)
+    saved = run.folder / "step_00000000"
+    assert set(load_file(saved / "model.safetensors")) == wanted
+    moments = {name for name in load_trainer_tensors(saved) if not name.startswith("rng.")}
+    assert moments == {f"{moment}.{name}" for name in wanted for moment in ("exp_avg", "exp_avg_sq")}
 
 
 def test_every_parameter_is_in_one_group_and_only_matrices_are_decayed(run: SavedRun) -> None:
