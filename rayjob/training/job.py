@@ -32,6 +32,7 @@ from rayjob.training.loop import TrainTask, train_loop
 from rayjob.training.metrics import Spent, cut_metrics, read_spent
 from rayjob.training.mlflow_sink import MlflowSink
 from rayjob.training.narration import Narration
+from rayjob.training.notice import GaveWay
 from rayjob.training.preemption import StopRequest, StopSignal
 from rayjob.training.ray_callbacks import SaveBeforeResize, SigtermIsNotice
 from rayjob.training.recovery import forget_ray_snapshot, read_run, settle_checkpoints
@@ -130,10 +131,11 @@ def _fit_while_it_gains(
         step = latest_step(config)
         try:
             _fit(config, corpus, spent, stop, fence)
-        except WorkerGroupError:
+        except WorkerGroupError as error:
             raise_failure(config.run_folder)
             gained = latest_step(config) - step
-            if gained <= 0 or stop.is_set():
+            is_preemption = any(isinstance(cause, GaveWay) for cause in error.worker_failures.values())
+            if gained <= 0 or is_preemption or stop.is_set():
                 raise
             logger.warning(
                 "failure.max_failures=%d is used up, but %d steps were gained: the count begins again.",

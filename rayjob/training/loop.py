@@ -190,6 +190,10 @@ class TrainWorker:
             self.state = self.recorder.record(self.state, self.order.epoch(index), batch, step_s, lr, result)
             if reason:
                 write_bad_numbers(self.config.run_folder, reason, self.bad_steps.window_ids())
+        if wishes.leave:
+            own_notice.give(
+                "preemption notice"
+            )  # if another worker has heard it, the time counts from here
         if self._is_worth_saving():
             if wishes.ends_training or self.state.step == self.n_steps:
                 self.saver.finish(self.state, is_reported=not wishes.leave)
@@ -241,12 +245,13 @@ class TrainWorker:
     def _give_way(self) -> None:
         """Ends this worker, when all have saved, so that Ray starts a group on the machines that are left."""
         dist.barrier()
+        own_notice.give("preemption notice")  # if another worker has heard it, and before the first step
         own_notice.answer()
-        told = own_notice.source or "preemption notice to another worker"
+        told = f"{own_notice.source} at step {self.state.step}"
         if self.recorder:
             saved = f"saved step {self.state.step}" if self._is_worth_saving() else "after a bad step, saved nothing"
-            logger.warning("%s at step %d, %s in %.1f s", told, self.state.step, saved, own_notice.age_s)
-        raise GaveWay(f"{told} at step {self.state.step}")
+            logger.warning("%s, %s in %.1f s", told, saved, own_notice.age_s)
+        raise GaveWay(told)
 
 
 def _from_rank_0(mine: T, device: torch.device) -> T:

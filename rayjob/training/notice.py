@@ -29,30 +29,29 @@ class GaveWay(ray.exceptions.RayActorError):
 
 
 class Notice:
-    """One bit that is set once, by whom, and when it was first seen; reading it costs nothing."""
+    """One bit that is set once, with what it is and when it came; reading it costs nothing."""
 
     def __init__(self) -> None:
         self._given, self._answered = threading.Event(), threading.Event()
-        self._first_seen_s: float | None = None
+        self._given_at_s = 0.0
         self.source = ""
 
     def give(self, source: str) -> None:
-        """Gives the notice; safe in a signal handler and from any thread."""
-        self.source = self.source or source
-        self._given.set()
+        """Gives the notice; safe in a signal handler and from any thread. The first one counts."""
+        if not self._given.is_set():
+            self.source, self._given_at_s = source, time.monotonic()
+            self._given.set()
 
     @property
     def is_given(self) -> bool:
         if not self._given.is_set() and is_node_of_group_draining():
             self.give("preemption notice")
-        if self._given.is_set() and self._first_seen_s is None:
-            self._first_seen_s = time.monotonic()
         return self._given.is_set()
 
     @property
     def age_s(self) -> float:
-        """Seconds since this process first saw the notice, 0 if another one did."""
-        return time.monotonic() - self._first_seen_s if self._first_seen_s else 0.0
+        """Seconds since the notice came, or was seen where Ray leaves a mark; 0 without one."""
+        return time.monotonic() - self._given_at_s if self._given.is_set() else 0.0
 
     def answer(self) -> None:
         """Says that this worker has saved, or had nothing to save, and will train no more."""

@@ -3,14 +3,18 @@
 An exception in a hook of the controller would end the run without a retry, so none leaves these.
 """
 
+import contextlib
 import logging
 import os
+import queue
 import signal
+import time
 from typing import Any
 
 import ray
 from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.controller.state import ResizingState
 
 from rayjob.training.notice import own_notice
@@ -60,5 +64,17 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
 
 
 def _give_notice_and_wait(n_workers: int) -> bool:
+    """Runs in a worker's main thread; returns whether the training thread has answered in time."""
     own_notice.give(f"change to {n_workers} workers")
-    return own_notice.wait_for_answer(_GIVE_WAY_TIMEOUT_S)
+    deadline_s = time.monotonic() + _GIVE_WAY_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if own_notice.wait_for_answer(0.1):
+            return True
+        _drop_report()
+    return False
+
+
+def _drop_report() -> None:
+    """Makes room for a report: the controller takes none while it waits, and a full queue holds the training thread."""
+    with contextlib.suppress(queue.Empty):
+        get_train_context().execution_context.result_queue.get_nowait()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.checkpoint import best_checkpoint, list_checkpoints, load_model, load_trainer_state
+from model.checkpoint import best_checkpoint, list_checkpoints, load_model, load_trainer_state, verify_checkpoint
 from model.config import ModelConfig
 from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer, train_tokenizer
@@ -193,6 +193,27 @@ def test_notice_between_steps_loses_no_step(undisturbed: Run, run: Run, caplog: 
     assert run.rows()[-1].step == 5
     assert list_checkpoints(run.folder)[-1].name == "step_00000005"
     assert "preemption notice at step 5, saved step 5 in " in caplog.text
+    run.start()
+    run.assert_equals(undisturbed)
+
+
+def test_notice_during_a_save_leaves_one_sound_checkpoint_of_each_step(undisturbed: Run, run: Run) -> None:
+    def give_when_a_save_begins(worker: TrainWorker) -> None:
+        save = worker.saver.save
+
+        def save_and_give(state: RunState) -> bool:
+            is_taken = save(state)
+            run.notice.give("preemption notice")
+            run.notice.give("once more")
+            return is_taken
+
+        worker.saver.save = save_and_give  # type: ignore[method-assign]
+
+    run.give_way(give_when_a_save_begins)
+    assert [folder.name for folder in list_checkpoints(run.folder)] == ["step_00000003", "step_00000004"]
+    for folder in list_checkpoints(run.folder):
+        verify_checkpoint(folder)
+    assert not list(run.folder.glob("*.tmp")), "nothing is left half written"
     run.start()
     run.assert_equals(undisturbed)
 

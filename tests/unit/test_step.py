@@ -159,6 +159,7 @@ def test_any_split_of_the_batch_gives_the_same_gradient(
     # One step in fp32: only the order of sums differs. Three workers have uneven hands, one with a padded micro-step.
     assert split["norm"][0] == pytest.approx(alone["norm"][0], rel=1e-5)
     assert split["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert split["windows"] == alone["windows"]
 
 
 def test_gradients_are_reduced_once_per_step(four: list[dict[str, Any]]) -> None:
