@@ -50,6 +50,16 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # 0 = off
     presence_penalty: float = 0.0  # 0 = off
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken without a draw."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the scores."""
+        return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
+
     def problems(self) -> list[str]:
         """Returns a sentence for each field out of its range, which begins with the field's name."""
         problems = []
@@ -109,33 +119,34 @@ def choose_token(
         NonFiniteLogits: the logits hold NaN or +inf, or nothing but -inf.
     """
     scores = _checked_scores(logits)
-    scores = _penalize(scores, params, prompt_tokens, output_tokens)
-    if params.temperature < GREEDY_BELOW:
+    scores = penalize(scores, params, prompt_tokens, output_tokens)
+    if params.is_greedy:
         return int(scores.argmax())
-    tokens, weights = _filter(scores, params)
-    cumulative = weights.cumsum()
-    index = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
-    # uniform * total may round up to the total, which no entry exceeds.
-    return int(tokens[min(index, int(weights.nonzero()[0][-1]))])
+    kept, weights = keep(scores, params)
+    return int(kept[draw(weights, uniform)])
 
 
 def _checked_scores(logits: Tensor) -> FloatArray:
     """Returns the logits as an fp32 array of its own (V,), or raises NonFiniteLogits."""
     scores: FloatArray = logits.detach().float().cpu().numpy()
-    top = scores.max()  # NaN if any entry is
-    if not math.isfinite(top):
-        what = "no finite value" if top == -math.inf else "NaN or +inf"
-        raise NonFiniteLogits(f"the logits hold {what}, expected finite numbers: the checkpoint is unsound.")
+    check_top_score(float(scores.max()))  # NaN if any entry is
     return scores
 
 
-def _penalize(
+def check_top_score(top: float) -> None:
+    """Raises NonFiniteLogits unless the greatest of the logits, which is NaN if any of them is, is finite."""
+    if not math.isfinite(top):
+        what = "no finite value" if top == -math.inf else "NaN or +inf"
+        raise NonFiniteLogits(f"the logits hold {what}, expected finite numbers: the checkpoint is unsound.")
+
+
+def penalize(
     scores: FloatArray,
     params: SamplingParams,
     prompt_tokens: Sequence[int],
     output_tokens: Sequence[int],
 ) -> FloatArray:
-    """Returns the scores after the three penalties; the given ones are not touched."""
+    """Returns the scores (V,) after the three penalties; the given ones are not touched."""
     if params.repetition_penalty != 1.0 and (prompt_tokens or output_tokens):
         scores = scores.copy()
         seen = np.unique(np.asarray([*prompt_tokens, *output_tokens], dtype=np.int64))
@@ -151,18 +162,45 @@ def _penalize(
     return scores
 
 
-def _filter(scores: FloatArray, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Returns the tokens (C,) that stay, in order of id, and their weights (C,), not normalized."""
-    tokens = largest(scores, params.top_k) if params.top_k > 0 else np.arange(len(scores))
-    # In fp64 and from the largest score down: at a low temperature nothing overflows, the rest becomes 0.
-    weights = np.exp((scores[tokens].astype(np.float64) - float(scores.max())) / params.temperature)
+def keep(
+    scores: FloatArray, params: SamplingParams, total: float | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Returns the indices (C,), ascending, of the scores that the filters keep, and their weights (C,).
+
+    Args:
+        scores: of all tokens, or of the most probable ones as far as the filters reach, in order of token id.
+        params: with a temperature above 0.
+        total: the sum of `weigh` over all tokens, where `scores` are not all of them and top-k is off.
+    """
+    kept = largest(scores, params.top_k) if params.top_k > 0 else np.arange(len(scores))
+    weights = weigh(scores[kept], float(scores.max()), params.temperature)
     if params.top_p < 1.0:
-        kept = largest(weights, _count_top_p(weights, params.top_p))
-        tokens, weights = tokens[kept], weights[kept]
+        probable = largest(weights, _count_top_p(weights, params.top_p, total))
+        kept, weights = kept[probable], weights[probable]
     if params.min_p > 0.0:
-        kept = (weights >= params.min_p).nonzero()[0]  # the most probable token has the weight 1
-        tokens, weights = tokens[kept], weights[kept]
-    return tokens, weights
+        probable = (weights >= params.min_p).nonzero()[0]  # the most probable token has the weight 1
+        kept, weights = kept[probable], weights[probable]
+    return kept, weights
+
+
+def weigh(scores: FloatArray, top: float, temperature: float) -> NDArray[np.float64]:
+    """Returns what the scores weigh beside the greatest of all, which weighs 1.
+
+    In fp64 and from the largest score down: at a low temperature nothing overflows, the rest becomes 0.
+    """
+    return np.exp((scores.astype(np.float64) - top) / temperature)
+
+
+def draw(weights: NDArray[np.float64], uniform: float) -> int:
+    """Returns the index that inverse CDF over weights of any sum takes for a number in [0, 1)."""
+    return draw_cumulative(weights.cumsum(), uniform)
+
+
+def draw_cumulative(cumulative: NDArray[np.float64], uniform: float) -> int:
+    """Returns what `draw` does, from the running sums of the weights."""
+    index = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
+    # uniform * total may round up to the total, which no entry exceeds: then the last one with a weight.
+    return min(index, int(cumulative.searchsorted(cumulative[-1], side="left")))
 
 
 def largest(values: NDArray[Any], n: int) -> NDArray[np.int64]:
@@ -180,12 +218,12 @@ def largest(values: NDArray[Any], n: int) -> NDArray[np.int64]:
     return np.sort(np.concatenate((above, ties)))
 
 
-def _count_top_p(weights: NDArray[np.float64], top_p: float) -> int:
+def _count_top_p(weights: NDArray[np.float64], top_p: float, total: float | None) -> int:
     """Returns how many tokens, from the most probable down, have less than top_p of the mass before them."""
     descending = np.sort(weights)[::-1]
     mass_after = descending.cumsum()
     mass_before = mass_after - descending
-    return max(1, int((mass_before < top_p * mass_after[-1]).sum()))
+    return max(1, int((mass_before < top_p * (total or mass_after[-1])).sum()))
 
 
 def _is_number(value: Any) -> bool:

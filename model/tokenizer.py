@@ -290,6 +290,17 @@ class Tokenizer:
         """Returns the UTF-8 bytes of a token; none for a control token or an id that pads the vocabulary."""
         return self._bytes[token] if token < len(self._bytes) else b""
 
+    def label(self, token: int) -> str:
+        """Returns a name that no two tokens share.
+
+        It is the text of a piece, `<0x0A>` for a byte, `</s>` for a control token, and `<pad_50300>` for an id that
+        pads the vocabulary.
+        """
+        if token >= self.vocab_size:
+            return f"<pad_{token}>"
+        piece: str = self._processor.id_to_piece(token)  # SentencePiece writes every space of a piece as U+2581
+        return piece.replace(_SPACE, " ")
+
     def byte_lengths(self) -> NDArray[np.int64]:
         """Returns the number of UTF-8 bytes of each token (vocab_size,), 0 for control tokens."""
         return np.array([len(content) for content in self._bytes], dtype=np.int64)

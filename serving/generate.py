@@ -2,38 +2,40 @@
 
 python -m serving.generate --checkpoint storage/runs/small --prompt "Once upon a time" --seed 7
 python -m serving.generate --checkpoint storage/runs/small --interactive
+python -m serving.generate --checkpoint storage/runs/small --prompts prompts.txt --n 4 --json > texts.jsonl
+echo "Once upon a time" | python -m serving.generate --checkpoint storage/runs/small
 """
 
 import argparse
-import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from model.complete import CheckpointError
 from model.sampling import SamplingParams
-from serving.engine.context import fit_prompt
-from serving.engine.loading import ServedModel, load_served_model
-from serving.engine.sequence import SequenceSpec, decode_sequence
+from serving.console.conversation import Conversation
+from serving.console.local_engine import LocalEngine
+from serving.console.options import SAMPLING, Options, UsageError
+from serving.console.printing import Texts, draw_seed, print_text
+from serving.console.prompt_file import generate_all, read_prompts
+from serving.engine.loading import load_served_model
 
-MAX_SEED = 2**63 - 1
-
-
-class UsageError(ValueError):
-    """The command line asks for something that cannot be done; nothing was generated."""
+MAX_SLOTS = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0 done, 2 bad usage or checkpoint, 1 any other failure."""
     arguments = _parse(argv)
     try:
-        params = _sampling_params(arguments)
+        options = _options(arguments)
+        prompts = [] if arguments.interactive else _prompts(arguments)
+        num_slots = min(max(len(prompts), 1) * options.n, MAX_SLOTS)
         served = load_served_model(arguments.checkpoint)
-        if arguments.interactive:
-            _converse(served, params, arguments)
-        else:
-            _generate(served, arguments.prompt, params, arguments)
+        engine = LocalEngine(served, num_slots=num_slots, max_waiting=num_slots + options.n)
+        try:
+            _run(engine, prompts, options, arguments)
+        finally:
+            engine.close()
     except (UsageError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -43,74 +45,77 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m serving.generate", description=_summary())
-    defaults = SamplingParams()
+    parser = argparse.ArgumentParser(
+        prog="python -m serving.generate",
+        description="Continue texts with a checkpoint's model. Without --prompt, --prompts or --interactive the "
+        "prompt is read from a pipe.",
+    )
     parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint or run folder (its best)")
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue")
-    source.add_argument("--interactive", action="store_true", help="read prompts line by line until EOF")
-    parser.add_argument("--max_new_tokens", type=int, help="default: the room left, at most 128")
-    parser.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy")
-    parser.add_argument("--top_k", type=int, default=defaults.top_k, help="0 is off")
-    parser.add_argument("--top_p", type=float, default=defaults.top_p, help="1 is off")
-    parser.add_argument("--repetition_penalty", type=float, default=defaults.repetition_penalty)
+    source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line, or .jsonl with a field prompt")
+    source.add_argument("--interactive", action="store_true", help="read prompts and commands line by line until EOF")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each prompt")
+    parser.add_argument("--n", type=int, default=1, help="texts for each prompt")
     parser.add_argument("--seed", type=int, help="same seed, same text; drawn and shown when absent")
-    return parser.parse_args(argv)
+    parser.add_argument("--max_new_tokens", type=int, help="default: the room left, at most 128")
+    parser.add_argument("--stop", action="append", default=[], help="end a text before this string; may be repeated")
+    _add_sampling(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.interactive and arguments.json:
+        parser.error("--json goes with --prompt, --prompts or a pipe, not with --interactive")
+    return arguments
 
 
-def _summary() -> str:
-    return "Continue a text with a checkpoint's model."
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    defaults = SamplingParams()
+    about = {"temperature": "0 is greedy", "top_k": "0 is off", "top_p": "1 is off", "min_p": "0 is off"}
+    for name in SAMPLING:
+        default = getattr(defaults, name)
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=about.get(name))
 
 
-def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+def _options(arguments: argparse.Namespace) -> Options:
     """Checks every option before the model is loaded."""
-    names = [field.name for field in fields(SamplingParams) if hasattr(arguments, field.name)]
-    params = SamplingParams(**{name: getattr(arguments, name) for name in names})
-    problems = params.problems()
-    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
-        problems.append(f"max_new_tokens must be at least 1, got {arguments.max_new_tokens}")
-    if arguments.seed is not None and not 0 <= arguments.seed <= MAX_SEED:
-        problems.append(f"seed must be in 0..{MAX_SEED}, got {arguments.seed}")
-    if problems:
-        raise UsageError("; ".join(problems))
-    return params
+    params = SamplingParams(**{name: getattr(arguments, name) for name in SAMPLING})
+    stop = tuple(arguments.stop)
+    options = Options(params, arguments.max_new_tokens, arguments.seed, arguments.n, stop)
+    options.check()
+    return options
 
 
-def _converse(served: ServedModel, params: SamplingParams, arguments: argparse.Namespace) -> None:
-    print("One prompt a line; end with Ctrl-D.", file=sys.stderr)
-    while True:
-        try:
-            prompt = input("> ")
-        except EOFError:
-            return
-        try:
-            _generate(served, prompt, params, arguments)
-        except UsageError as error:
-            print(f"error: {error}", file=sys.stderr)
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    """The prompts of the command line, a file or a pipe."""
+    if arguments.prompts is not None:
+        return read_prompts(arguments.prompts)
+    if arguments.prompt is not None:
+        return [arguments.prompt]
+    if sys.stdin.isatty():
+        raise UsageError("there is no prompt: give --prompt TEXT, --prompts FILE or --interactive, or pipe a text in")
+    return [sys.stdin.read().removesuffix("\n")]
 
 
-def _generate(served: ServedModel, prompt: str, params: SamplingParams, arguments: argparse.Namespace) -> None:
-    """Prints the continuation as it comes."""
-    seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
-    spec = _spec(served, prompt, params, arguments.max_new_tokens, seed)
-    if arguments.seed is None:
+def _run(engine: LocalEngine, prompts: list[str], options: Options, arguments: argparse.Namespace) -> None:
+    if arguments.interactive:
+        Conversation(engine, options).run()
+    elif arguments.prompts is not None:
+        in_flight = max(MAX_SLOTS // options.n, 1)
+        for prompt, seed, texts in generate_all(engine, prompts, options, in_flight=in_flight):
+            print(texts.as_json(engine.served, prompt, seed) if arguments.json else texts.plain())
+    elif arguments.json:
+        [(prompt, seed, texts)] = generate_all(engine, prompts, options, in_flight=1)
+        print(texts.as_json(engine.served, prompt, seed))
+    else:
+        _print_one(engine, prompts[0], options)
+
+
+def _print_one(engine: LocalEngine, prompt: str, options: Options) -> None:
+    seed = draw_seed(options)
+    specs = options.specs(engine.served, prompt, seed)
+    if options.seed is None:
         print(f"seed {seed}", file=sys.stderr)
-    for delta in decode_sequence(served, spec):
-        print(delta.text, end="", flush=True)
-    print()
-
-
-def _spec(
-    served: ServedModel, prompt: str, params: SamplingParams, max_new_tokens: int | None, seed: int
-) -> SequenceSpec:
-    tokens = served.tokenizer.encode_prompt(prompt)
-    if not tokens:
-        raise UsageError("the prompt is empty: give at least one character")
-    try:
-        fitted = fit_prompt(tokens, max_new_tokens, served.max_seq_len)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return SequenceSpec(fitted.tokens, fitted.max_new_tokens, seed, params=params)
+    texts = Texts(options.n)
+    print_text(engine.deltas(engine.submit(specs)), texts)
 
 
 if __name__ == "__main__":

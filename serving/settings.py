@@ -9,6 +9,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_ONGOING_REQUESTS = 1024
 """Requests that Ray Serve lets into a replica: above slots + queue, so that our 429 comes before its 503."""
+FOLLOW_INTERVAL_S = 10.0
+DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +22,18 @@ class Settings:
         model_name: Name in answers; by default that of the run folder.
         num_slots: Sequences decoded at the same time.
         max_waiting: Sequences that may wait for a slot; beyond it requests are answered 429.
+        dtype: Of weights and cache while decoding; see `serving.engine.weights.decoding_dtype` for "auto".
+        num_threads: CPUs that compute; by default all that the process may use.
+        follow_interval_s: How often a run folder is looked at for a new best checkpoint.
     """
 
     checkpoint: Path
     model_name: str | None = None
-    num_slots: int = 4
+    num_slots: int = 64
     max_waiting: int = 256
+    dtype: str = "auto"
+    num_threads: int | None = None
+    follow_interval_s: float = FOLLOW_INTERVAL_S
 
 
 def parse_settings(user_config: Mapping[str, Any]) -> Settings:
@@ -55,6 +63,14 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MAX_ONGOING_REQUESTS // 4:
             limit = MAX_ONGOING_REQUESTS // 4
             problems.append(f"user_config.{key} must be an integer in {low}..{limit}, got {value!r}.")
+    interval_s = values.get("follow_interval_s", FOLLOW_INTERVAL_S)
+    if not isinstance(interval_s, int | float) or isinstance(interval_s, bool) or not 0 < interval_s <= 86_400:
+        problems.append(f"user_config.follow_interval_s must be a number in (0, 86400], got {interval_s!r}.")
+    if (dtype := values.get("dtype", "auto")) not in DTYPES:
+        problems.append(f"user_config.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    threads = values.get("num_threads")
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        problems.append(f"user_config.num_threads must be an integer of at least 1, got {threads!r}.")
     return problems
 
 

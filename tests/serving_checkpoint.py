@@ -41,6 +41,7 @@ def save_run(
     *,
     step: int = 1200,
     seed: int = 1,
+    val_loss: float = 3.0,
     vocab_size: int = VOCAB_SIZE,
     max_seq_len: int = MAX_SEQ_LEN,
     change: Callable[[dict[str, torch.Tensor]], None] = lambda weights: None,
@@ -71,7 +72,7 @@ def save_run(
         config=config,
         tokenizer_folder=tokenizer_folder,
         trainer_tensors={"rng": torch.zeros(1)},
-        trainer_state={"step": step, "val_loss": 3.0},
+        trainer_state={"step": step, "val_loss": val_loss},
     )
 
 
@@ -119,7 +120,8 @@ def serve_run(checkpoint: Path, *, api_key: str | None = None, **limits: Any) ->
     """Starts a service of a checkpoint in this process, without Ray."""
     runner = asyncio.Runner()
     service = Service()
-    runner.run(service.update({"checkpoint": str(checkpoint), **limits}))
+    # One thread: the model is tiny, a second one costs more in waiting than it computes.
+    runner.run(service.update({"checkpoint": str(checkpoint), "num_threads": 1, **limits}))
     return Served(service=service, runner=runner, client=Client(create_app(service, api_key=api_key), runner))
 
 

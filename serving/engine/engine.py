@@ -1,27 +1,57 @@
-"""The engine: a bounded queue of sequences and a fixed number of slots that decode them.
+"""The engine: one thread that decodes all running sequences together, one token each per turn.
 
-1. `submit` puts all sequences of a request into the queue, or none when it is full.
-2. Each slot is a thread: it takes the oldest sequence and decodes it alone, so a result never depends on
-   what runs beside it.
-3. Every token is handed to the request's event loop at once. Before every token the slot looks whether the
-   request was cancelled.
-4. A fault ends the request it belongs to and nothing else.
+1. `submit` puts all sequences of a request into line, or none when it is full.
+2. A turn of the thread: drop what was cancelled; score and prefill a bounded number of prompt tokens; then one
+   decode step for all running sequences. Both end in one batch of tokens, and one call into each event loop.
+3. A row's text depends on its own prompt, seed and parameters alone, whatever runs beside it.
+4. A fault in one row ends its own request; one in a whole step ends those that were in it. The engine goes on.
 """
 
-import asyncio
 import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from model.generate import GeneratedToken
+from model.sampling import uniform
 from serving.engine.loading import ServedModel
-from serving.engine.sequence import Delta, SequenceSpec, decode_sequence
+from serving.engine.runner import Runner
+from serving.engine.sampler import Draw, sample
+from serving.engine.scheduler import Chunk, Scheduler
+from serving.engine.scoring import PromptScorer
+from serving.engine.sequence import Delta, SequenceSpec, Transcript
+from serving.engine.stream import (
+    Event,
+    IndexedDelta,
+    IndexedScores,
+    RequestCancelled,
+    RequestStream,
+    SequenceFailed,
+    deliver,
+)
+
+__all__ = [
+    "Engine",
+    "EngineClosed",
+    "IndexedDelta",
+    "Load",
+    "QueueFull",
+    "RequestCancelled",
+    "RequestStream",
+    "SequenceFailed",
+]
 
 logger = logging.getLogger(__name__)
+
+CHUNK_TOKENS = 128
+TURN_TOKENS = 128
+"""Prompt tokens of a turn: on a CPU about as much work as a decode step of 64 rows."""
 
 
 class QueueFull(RuntimeError):
@@ -36,14 +66,6 @@ class EngineClosed(RuntimeError):
     """The engine takes no more requests."""
 
 
-class SequenceFailed(RuntimeError):
-    """Decoding one sequence raised; the cause is in the log."""
-
-
-class RequestCancelled(RuntimeError):
-    """The request was cancelled before all of its sequences were finished."""
-
-
 class Load(NamedTuple):
     """Sequences in the engine at one instant."""
 
@@ -51,88 +73,86 @@ class Load(NamedTuple):
     waiting: int
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedDelta:
-    """A delta and the sequence of the request that it belongs to."""
+@dataclass(slots=True, eq=False)
+class EngineSequence:
+    """A sequence of a request on its way through the engine."""
 
-    index: int
-    delta: Delta
-
-
-class RequestStream:
-    """Deltas of all sequences of one request in the order of their making; consumed by one asyncio task.
-
-    Attributes:
-        started_at_s: `time.monotonic()` when a slot took the first sequence; None while waiting.
-    """
-
-    def __init__(self, num_sequences: int) -> None:
-        self.started_at_s: float | None = None
-        self._unfinished = num_sequences
-        self._is_cancelled = threading.Event()
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[IndexedDelta | RuntimeError] = asyncio.Queue()
-
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> IndexedDelta:
-        """Returns the next delta.
-
-        Raises:
-            SequenceFailed: One of the sequences failed.
-            RequestCancelled: `cancel` was called.
-        """
-        if self._unfinished == 0:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if isinstance(event, RuntimeError):
-            raise event
-        self._unfinished -= event.delta.finish_reason is not None
-        return event
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._is_cancelled.is_set()
-
-    def cancel(self) -> None:
-        """Makes the slots drop this request before their next token; calling it again changes nothing."""
-        if not self.is_cancelled:
-            self._is_cancelled.set()
-            self.post(RequestCancelled("the request was cancelled."))
-
-    def post(self, event: IndexedDelta | RuntimeError) -> None:
-        """Hands an event to the consumer, from any thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:  # the consumer's event loop is closed: nobody listens any more
-            self._is_cancelled.set()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sequence:
     index: int
     spec: SequenceSpec
     request: RequestStream
+    transcript: Transcript
+    scorer: PromptScorer | None = None
+    started_at_s: float | None = None
+    is_done: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.spec.prompt)
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.spec.prompt_logprobs is not None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it needs its slot no longer."""
+        return self.is_done or self.request.is_cancelled
+
+    @property
+    def last_position(self) -> int:
+        """Position of the newest token."""
+        return len(self.spec.prompt) + len(self.transcript.output) - 1
+
+    def start(self) -> None:
+        """Notes the time at which the first work for it is done."""
+        self.started_at_s = self.started_at_s or time.monotonic()
+        self.request.started_at_s = self.request.started_at_s or self.started_at_s
+
+    def draw(self) -> Draw:
+        """Returns what decides its next token."""
+        spec, output = self.spec, self.transcript.output
+        number = uniform(spec.seed, spec.choice, len(output))
+        return Draw(spec.params, spec.prompt, output, number, spec.n_top_logprobs)
+
+
+def take_token(sequence: EngineSequence, picked: GeneratedToken) -> Delta:
+    """Adds the token that was picked for a sequence and returns its delta."""
+    return sequence.transcript.push(picked)
 
 
 class Engine:
-    """Decodes sequences of one model in `num_slots` threads; at most `max_waiting` more wait in line."""
+    """Decodes up to `num_slots` sequences of one model together; at most `max_waiting` more wait in line."""
 
-    def __init__(self, served: ServedModel, *, num_slots: int, max_waiting: int) -> None:
+    def __init__(
+        self,
+        served: ServedModel,
+        *,
+        num_slots: int,
+        max_waiting: int,
+        dtype: torch.dtype = torch.float32,
+        num_threads: int | None = None,
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            served: The model; its own weights stay as they are.
+            num_slots: Sequences decoded together.
+            max_waiting: Sequences that may wait beyond them.
+            dtype: Of the weights and the cache while decoding.
+            num_threads: CPUs that compute; None leaves what is set for the process.
+        """
         self.served = served
         self.num_slots = num_slots
-        self._capacity = num_slots + max_waiting
-        self._waiting: deque[_Sequence] = deque()
-        self._num_running = 0
+        self._runner = Runner(served.model, num_slots=num_slots, dtype=dtype)
+        self._scheduler: Scheduler[EngineSequence] = Scheduler(
+            num_slots=num_slots, max_waiting=max_waiting, chunk_tokens=CHUNK_TOKENS
+        )
+        self._num_threads = num_threads
         self._mean_sequence_s = 1.0
         self._is_closed = False
-        self._changed = threading.Condition()
-        self._slots = [
-            threading.Thread(target=self._run_slot, name=f"slot-{number}", daemon=True) for number in range(num_slots)
-        ]
-        for slot in self._slots:
-            slot.start()
+        self._changed = threading.Condition()  # guards the scheduler; only the engine's thread moves rows
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     def submit(self, specs: Sequence[SequenceSpec]) -> RequestStream:
         """Puts the sequences of one request in line; call it from the event loop that consumes the stream.
@@ -142,10 +162,14 @@ class Engine:
             EngineClosed: `close` was called.
         """
         request = RequestStream(len(specs))
+        sequences = [
+            EngineSequence(index, spec, request, Transcript(spec, self.served.tokenizer))
+            for index, spec in enumerate(specs)
+        ]
         with self._changed:
             self.check_room(len(specs))
-            self._waiting.extend(_Sequence(index, spec, request) for index, spec in enumerate(specs))
-            self._changed.notify(len(specs))
+            self._scheduler.add(sequences)
+            self._changed.notify()
         return request
 
     def check_room(self, num_sequences: int) -> None:
@@ -153,79 +177,164 @@ class Engine:
         with self._changed:
             if self._is_closed:
                 raise EngineClosed("the engine is closed.")
-            self._drop_cancelled()
-            if self._num_running + len(self._waiting) + num_sequences > self._capacity:
+            self._scheduler.drop_waiting(_is_gone)
+            if not self._scheduler.has_room(num_sequences):
                 raise QueueFull(self._retry_after_s())
 
     def load(self) -> Load:
         """Returns how many sequences run and wait, without those that were cancelled while waiting."""
         with self._changed:
-            self._drop_cancelled()
-            return Load(self._num_running, len(self._waiting))
+            self._scheduler.drop_waiting(_is_gone)
+            return Load(self._scheduler.num_running, self._scheduler.num_waiting)
 
     def is_alive(self) -> bool:
-        """Tells whether every slot's thread runs."""
-        return all(slot.is_alive() for slot in self._slots)
+        """Tells whether the engine's thread runs."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
-        """Takes no more requests; those already taken are finished, then the threads end."""
+        """Takes no more requests; those already taken are finished, then the thread ends."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify_all()
+            self._changed.notify()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until a closed engine's threads have ended."""
-        for slot in self._slots:
-            slot.join(timeout_s)
+        """Waits until a closed engine's thread has ended."""
+        self._thread.join(timeout_s)
 
-    def _run_slot(self) -> None:
-        while (sequence := self._take()) is not None:
-            started_at_s = time.monotonic()
-            last: IndexedDelta | RuntimeError | None
+    def _run(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        while self._wait_for_work():
             try:
-                last = self._decode(sequence)
+                self._turn()
             except Exception:
-                # One request's fault must not end the slot that serves everybody.
-                logger.exception("decoding a sequence failed; its request is answered with an error")
-                last = SequenceFailed("decoding failed.")
-            # First free the slot: a client that has its answer finds room for its next request.
-            self._release(time.monotonic() - started_at_s)
-            if last is not None:
-                sequence.request.post(last)
+                # A fault in a whole step must not end the thread that serves everybody.
+                logger.exception("a step failed; all requests that were in it are answered with an error")
+                self._fail_running()
 
-    def _decode(self, sequence: _Sequence) -> IndexedDelta | None:
-        """Posts every delta but the last, which it returns; None if the request was cancelled."""
-        request = sequence.request
-        request.started_at_s = request.started_at_s or time.monotonic()
-        deltas = decode_sequence(self.served, sequence.spec)
-        while not request.is_cancelled:
-            event = IndexedDelta(sequence.index, next(deltas))
-            if event.delta.finish_reason is not None:
-                return event
-            request.post(event)
-        return None
-
-    def _take(self) -> _Sequence | None:
-        """The oldest sequence that waits; None once the engine is closed and empty."""
+    def _wait_for_work(self) -> bool:
+        """Returns True when there is something to do, False once the engine is closed and empty."""
         with self._changed:
-            while True:
-                self._drop_cancelled()
-                if self._waiting:
-                    self._num_running += 1
-                    return self._waiting.popleft()
+            while self._scheduler.is_empty:
                 if self._is_closed:
-                    return None
+                    return False
                 self._changed.wait()
+            return True
 
-    def _release(self, took_s: float) -> None:
+    def _turn(self) -> None:
+        self._free_slots()
+        self._score()
+        self._prefill()
+        self._decode()
+
+    def _score(self) -> None:
+        """Scores the next chunk of the prompt that is first in line for it."""
         with self._changed:
-            self._num_running -= 1
+            sequence = self._scheduler.scoring[0] if self._scheduler.scoring else None
+        if sequence is None:
+            return
+        try:
+            self._advance_scores(sequence)
+        except Exception:
+            deliver([self._failure(sequence)])
+
+    def _advance_scores(self, sequence: EngineSequence) -> None:
+        spec = sequence.spec
+        sequence.start()
+        if sequence.scorer is None:
+            sequence.scorer = PromptScorer(self.served.model, spec.prompt, spec.prompt_logprobs or 0)
+        if not sequence.scorer.is_done:
+            sequence.scorer.advance()
+        if sequence.scorer.is_done:
+            with self._changed:
+                self._scheduler.complete_scoring(sequence, decodes=spec.max_new_tokens > 0)
+            event = IndexedScores(sequence.index, sequence.scorer.scores, is_last=spec.max_new_tokens == 0)
+            sequence.scorer = None  # its cache is large
+            deliver([(sequence.request, event)])
+
+    def _prefill(self) -> None:
+        """Computes prompts within the budget of a turn, and the first token of those that became complete."""
+        budget_tokens = TURN_TOKENS
+        complete: list[EngineSequence] = []
+        logits: list[Tensor] = []
+        while (chunk := self._next_chunk(budget_tokens)) is not None:
+            budget_tokens -= chunk.end - chunk.start
+            try:
+                last = self._prefill_chunk(chunk)
+            except Exception:
+                deliver([self._failure(chunk.sequence)])
+                self._free_slots()
+                continue
+            with self._changed:
+                self._scheduler.complete(chunk)
+            if chunk.is_last:
+                complete.append(chunk.sequence)
+                logits.append(last)
+        if complete:
+            self._take(complete, torch.cat(logits))
+
+    def _prefill_chunk(self, chunk: Chunk[EngineSequence]) -> Tensor:
+        chunk.sequence.start()
+        return self._runner.prefill(chunk.row, chunk.sequence.spec.prompt[chunk.start : chunk.end], chunk.start)
+
+    def _next_chunk(self, budget_tokens: int) -> Chunk[EngineSequence] | None:
+        with self._changed:
+            return self._scheduler.next_chunk(budget_tokens)
+
+    def _decode(self) -> None:
+        running = list(self._scheduler.running)
+        if running:
+            tokens = [sequence.transcript.output[-1] for sequence in running]
+            self._take(running, self._runner.decode(tokens, [sequence.last_position for sequence in running]))
+
+    def _take(self, sequences: Sequence[EngineSequence], logits: Tensor) -> None:
+        """Gives each sequence the token that its row of logits (B, V) yields."""
+        picked = sample(logits, [sequence.draw() for sequence in sequences])
+        events = [self._event(*pair) for pair in zip(sequences, picked, strict=True)]
+        # First free the slots: a client that has its answer finds room for its next request.
+        self._free_slots()
+        deliver(events)
+
+    def _event(self, sequence: EngineSequence, picked: GeneratedToken | Exception) -> tuple[RequestStream, Event]:
+        try:
+            if isinstance(picked, Exception):
+                raise picked
+            delta = take_token(sequence, picked)
+        except Exception:
+            return self._failure(sequence)
+        sequence.is_done = delta.finish_reason is not None
+        return sequence.request, IndexedDelta(sequence.index, delta)
+
+    def _failure(self, sequence: EngineSequence) -> tuple[RequestStream, Event]:
+        """Ends a sequence whose exception is being handled."""
+        logger.exception("decoding a sequence failed; its request is answered with an error")
+        sequence.is_done = True
+        return sequence.request, SequenceFailed("decoding failed.")
+
+    def _free_slots(self) -> None:
+        """Takes out of the engine what is finished or was cancelled."""
+        with self._changed:
+            gone = [sequence for sequence in self._scheduler.running if sequence.is_gone]
+            self._scheduler.drop_waiting(_is_gone)
+            moves = self._scheduler.drop_running(_is_gone)
+            for sequence in gone:
+                self._note_time(sequence)
+        self._runner.move(moves)
+
+    def _fail_running(self) -> None:
+        with self._changed:
+            failed = self._scheduler.clear_running()
+        deliver([(sequence.request, SequenceFailed("decoding failed.")) for sequence in failed])
+
+    def _note_time(self, sequence: EngineSequence) -> None:
+        if sequence.started_at_s is not None:
+            took_s = time.monotonic() - sequence.started_at_s
             self._mean_sequence_s += 0.1 * (took_s - self._mean_sequence_s)
 
-    def _drop_cancelled(self) -> None:
-        if any(sequence.request.is_cancelled for sequence in self._waiting):
-            self._waiting = deque(s for s in self._waiting if not s.request.is_cancelled)
-
     def _retry_after_s(self) -> int:
-        estimate_s = len(self._waiting) * self._mean_sequence_s / self.num_slots
+        estimate_s = self._scheduler.num_waiting * self._mean_sequence_s / self.num_slots
         return min(max(math.ceil(estimate_s), 1), 60)
+
+
+def _is_gone(sequence: EngineSequence) -> bool:
+    return sequence.is_gone

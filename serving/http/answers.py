@@ -88,6 +88,7 @@ class Health(BaseModel):
     status: Literal["ok"]
     model: str
     checkpoint: CheckpointId
+    max_seq_len: int
     slots: int
     running: int
     waiting: int

@@ -1,5 +1,6 @@
 """The Ray Serve application: one deployment that holds the engine and answers HTTP."""
 
+import asyncio
 import os
 from typing import Any
 
@@ -18,6 +19,7 @@ class Generator:
 
     def __init__(self, api_key: str | None) -> None:
         self._service = Service()
+        self._following: asyncio.Task[None] | None = None
         self._api_key = api_key or os.environ.get("API_KEY")
         check_bind(_http_host(), self._api_key)
 
@@ -28,6 +30,14 @@ class Generator:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Loads what `user_config` asks for while requests run. Only the first one may fail."""
         await self._service.update(user_config)
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        """Looks for a new best checkpoint from time to time, for as long as the replica lives."""
+        while True:
+            await asyncio.sleep(self._service.follow_interval_s)
+            await self._service.follow()
 
     def check_health(self) -> None:
         """Makes Ray Serve refuse a replica without a checkpoint, and replace one whose engine is dead."""
@@ -36,6 +46,9 @@ class Generator:
         self._service.engine()
 
     def __del__(self) -> None:
+        """Ray Serve calls it once the requests that the replica had are answered, or their time is over."""
+        if self._following is not None:
+            self._following.cancel()
         self._service.close()
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -81,23 +82,32 @@ def shorten(text: str) -> str:
     return escaped if len(escaped) <= 60 and len(text) <= 60 else f"{escaped[:56]}..."
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Makes every fault of `app`, unknown routes included, answer with the one body."""
+def install_error_handlers(app: FastAPI, count: Callable[[str], None]) -> None:
+    """Makes every fault of `app`, unknown routes included, answer with the one body.
+
+    Args:
+        app: The app.
+        count: Called with the code of every such answer.
+    """
+
+    def answer(error: ApiError) -> Response:
+        count(error.code)
+        return error.response()
 
     async def on_api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return answer(error)
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = _ROUTING_CODES.get(error.status_code, "invalid_value")
         reason = HTTPStatus(error.status_code).phrase.lower()
         message = f"{reason}: {request.method} {shorten(request.url.path)}; /docs lists the routes."
-        return ApiError(error.status_code, code, message, headers=dict(error.headers or {})).response()
+        return answer(ApiError(error.status_code, code, message, headers=dict(error.headers or {})))
 
     async def on_fault(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return engine_error().response()
+        return answer(engine_error())
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)

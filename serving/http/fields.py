@@ -30,8 +30,9 @@ class IntegerField:
 
     def schema(self) -> dict[str, Any]:
         """Returns the OpenAPI schema."""
-        limits = {"minimum": self.low, "maximum": self.high}
-        return {"type": "integer", "description": self.about, **limits, **_default(self.default)}
+        # JSON Schema's numbers may be floats, which 2^63 - 1 is not one of: the format says the same exactly.
+        high = {"format": "int64"} if self.high == MAX_INT else {"maximum": self.high}
+        return {"type": "integer", "description": self.about, "minimum": self.low, **high, **_default(self.default)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,31 +1,27 @@
-"""POST /generate between the checked request and its answer: prompts to tokens, deltas to outputs."""
+"""A request between its checked form and its answer: prompts become tokens, and deltas are collected."""
 
 import secrets
 import time
-import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serving.engine.context import ContextLengthExceeded, FittedPrompt, fit_prompt
 from serving.engine.engine import IndexedDelta, RequestStream
 from serving.engine.loading import ServedModel
-from serving.engine.sequence import Delta, SequenceSpec
-from serving.http.answers import (
-    MIN_LOGPROB,
-    GenerateAnswer,
-    Output,
-    StepLogprobs,
-    Timings,
-    TokenLogprob,
-    Usage,
-)
+from serving.engine.sequence import Delta, FinishReason, PromptScores, SequenceSpec
+from serving.http.answers import MIN_LOGPROB, StepLogprobs, Timings, TokenLogprob, Usage
 from serving.http.errors import ApiError, describe, invalid_value
 from serving.http.schemas import MAX_PROMPT_TOKENS, GenerateRequest, Prompt
-from serving.http.service import checkpoint_id
 
 
 @dataclass(slots=True)
 class Generation:
-    """One request from its prompts to its answer: it collects the deltas that the engine's stream yields."""
+    """One request from its prompts to its answer: it collects the deltas that the engine's stream yields.
+
+    Attributes:
+        prompt_scores: The engine's, by sequence; see `RequestStream`.
+        spans_s: When each sequence's first and last delta came, in the time of `time.monotonic()`.
+    """
 
     request: GenerateRequest
     served: ServedModel
@@ -35,13 +31,18 @@ class Generation:
     deltas: list[list[Delta]] = field(init=False)
     first_delta_at_s: float = 0.0
     last_delta_at_s: float = 0.0
+    spans_s: list[list[float]] = field(init=False)
+    prompt_scores: list[PromptScores | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.deltas = [[] for _ in range(len(self.prompts) * self.request.n)]
+        num_sequences = len(self.prompts) * self.request.n
+        self.deltas = [[] for _ in range(num_sequences)]
+        self.spans_s = [[0.0, 0.0] for _ in range(num_sequences)]
 
     def specs(self) -> list[SequenceSpec]:
         """Returns the sequences to decode, prompt-major."""
         request = self.request
+        prompt_logprobs = request.logprobs or 0 if request.scores_prompt or self.is_scoring else None
         return [
             SequenceSpec(
                 prompt=prompt.tokens,
@@ -53,18 +54,36 @@ class Generation:
                 include_stop=request.include_stop,
                 ignore_eos=request.ignore_eos,
                 n_top_logprobs=request.logprobs or 0,
+                prompt_logprobs=prompt_logprobs,
             )
             for prompt in self.prompts
             for choice in range(request.n)
         ]
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether nothing is generated: the request only asks for the logprobs of its prompts."""
+        return self.request.max_new_tokens == 0
 
     def add(self, event: IndexedDelta) -> str:
         """Keeps a delta and returns its text; with `echo` a sequence's first one begins with the prompt."""
         self.last_delta_at_s = time.monotonic()
         self.first_delta_at_s = self.first_delta_at_s or self.last_delta_at_s
         is_first = not self.deltas[event.index]
+        self.spans_s[event.index][0 if is_first else 1] = self.last_delta_at_s
         self.deltas[event.index].append(event.delta)
         return self._echo(event.index) + event.delta.text if is_first else event.delta.text
+
+    def finish_reasons(self) -> list[FinishReason | None]:
+        """Returns why each sequence ended; None for one that did not."""
+        if self.is_scoring:
+            return ["length"] * len(self.deltas)
+        return [deltas[-1].finish_reason if deltas else None for deltas in self.deltas]
+
+    def tpots_s(self) -> list[float]:
+        """Returns the mean gap between the later tokens of each sequence that has at least two."""
+        spans = zip(self.spans_s, self.deltas, strict=True)
+        return [(last - first) / (len(deltas) - 1) for (first, last), deltas in spans if len(deltas) > 1]
 
     def usage(self) -> Usage:
         """Returns the token counts so far."""
@@ -91,19 +110,6 @@ class Generation:
             tokens_per_s=round(tokens / max(decode_s or prefill_s, 1e-6), 1),
         )
 
-    def answer(self, stream: RequestStream) -> GenerateAnswer:
-        """Returns the whole answer, once all deltas are there."""
-        outputs = [self._output(index) for index in range(len(self.deltas))]
-        return GenerateAnswer(
-            id=f"gen-{uuid.uuid4().hex}",
-            model=self.served.name,
-            checkpoint=checkpoint_id(self.served),
-            text=outputs[0].text,
-            outputs=outputs,
-            usage=self.usage(),
-            timings=self.timings(stream),
-        )
-
     def logprobs(self, delta: Delta) -> StepLogprobs | None:
         """Returns a delta's logprobs if the request asked for them; 0 asks for the token's own."""
         if self.request.logprobs is None:
@@ -112,25 +118,18 @@ class Generation:
         top = [self._token_logprob(token, logprob) for token, logprob in delta.top_logprobs]
         return StepLogprobs(**own.model_dump(), top=top)
 
-    def _output(self, index: int) -> Output:
-        deltas = self.deltas[index]
-        finish_reason = deltas[-1].finish_reason
-        assert finish_reason is not None, "an unfinished sequence has no output"
-        logprobs = [entry for delta in deltas if (entry := self.logprobs(delta)) is not None]
-        return Output(
-            index=index,
-            text=self._echo(index) + "".join(delta.text for delta in deltas),
-            tokens=[delta.token for delta in deltas],
-            finish_reason=finish_reason,
-            stop_reason=deltas[-1].stop_reason,
-            seed=self.seed,
-            logprobs=None if self.request.logprobs is None else logprobs,
-        )
+    def text(self, index: int) -> str:
+        """Returns a sequence's text so far, after the prompt with `echo`."""
+        return self._echo(index) + "".join(delta.text for delta in self.deltas[index])
+
+    def prompt(self, index: int) -> FittedPrompt:
+        """Returns the prompt of a sequence."""
+        return self.prompts[index // self.request.n]
 
     def _echo(self, index: int) -> str:
         if not self.request.echo:
             return ""
-        return self.served.tokenizer.decode(self.prompts[index // self.request.n].tokens)
+        return self.served.tokenizer.decode(self.prompt(index).tokens)
 
     def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
         text = self.served.tokenizer.token_bytes(token).decode("utf-8", errors="replace")
@@ -154,7 +153,8 @@ def prepare_generation(request: GenerateRequest, served: ServedModel, accepted_a
 
 def _encode(prompt: Prompt, served: ServedModel) -> list[int]:
     if isinstance(prompt, tuple):
-        return _check_tokens(prompt, served)
+        _check_count(prompt, served)
+        return check_tokens("prompt", prompt, served)
     tokens = served.tokenizer.encode_prompt(prompt)
     if not tokens:
         message = "the prompt is empty after the checkpoint's text normaliser: send at least one character"
@@ -162,26 +162,41 @@ def _encode(prompt: Prompt, served: ServedModel) -> list[int]:
     return tokens
 
 
-def _check_tokens(prompt: tuple[int, ...], served: ServedModel) -> list[int]:
+def check_tokens(name: str, tokens: Sequence[int], served: ServedModel) -> list[int]:
+    """Returns the tokens, or raises the ApiError that names the first one beyond the vocabulary."""
+    vocab_size = served.tokenizer.vocab_size
+    for index, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            message = f"{name}[{index}] must be a token id in 0..{vocab_size - 1}, got {describe(token)}"
+            raise invalid_value(name, message)
+    return list(tokens)
+
+
+def _check_count(prompt: tuple[int, ...], served: ServedModel) -> None:
     limit = max(MAX_PROMPT_TOKENS, served.max_seq_len)
     if len(prompt) > limit:
         message = f"the prompt has {len(prompt)} token ids, but a list of them may have at most {limit}"
         raise ApiError(400, "context_length_exceeded", message, param="prompt")
-    vocab_size = served.tokenizer.vocab_size
-    for index, token in enumerate(prompt):
-        if not 0 <= token < vocab_size:
-            raise invalid_value(
-                "prompt", f"prompt[{index}] must be a token id in 0..{vocab_size - 1}, got {describe(token)}"
-            )
-    return list(prompt)
 
 
 def _fit(tokens: list[int], request: GenerateRequest, served: ServedModel) -> FittedPrompt:
+    wanted, max_seq_len = request.max_new_tokens, served.max_seq_len
     try:
-        is_cut = request.truncate == "left"
-        return fit_prompt(tokens, request.max_new_tokens, served.max_seq_len, truncate_left=is_cut)
+        if wanted == 0:
+            return _fit_scored(tokens, max_seq_len)
+        fitted = fit_prompt(tokens, wanted, max_seq_len, truncate_left=request.truncate == "left")
     except ContextLengthExceeded as error:
         raise ApiError(400, "context_length_exceeded", str(error), param="prompt") from None
+    if wanted is None:
+        return fitted._replace(max_new_tokens=min(fitted.max_new_tokens, request.most_by_default))
+    return fitted
+
+
+def _fit_scored(tokens: list[int], max_seq_len: int) -> FittedPrompt:
+    """A prompt that is only scored may fill the context."""
+    if len(tokens) > max_seq_len:
+        raise ContextLengthExceeded(len(tokens), 0, max_seq_len)
+    return FittedPrompt(tuple(tokens), 0, 0)
 
 
 def _ms(seconds: float) -> float:

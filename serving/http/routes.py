@@ -1,20 +1,24 @@
 """The FastAPI app: routes, authentication and errors around a `Service`."""
 
-import asyncio
-import time
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from serving.engine.engine import EngineClosed, QueueFull, RequestCancelled, RequestStream
-from serving.http.answers import ErrorAnswer, GenerateAnswer, Health
+from serving.http.answers import GenerateAnswer, Health, StreamEvent
 from serving.http.auth import RequireApiKey
 from serving.http.body import read_json_object
-from serving.http.errors import ApiError, install_error_handlers
-from serving.http.generation import Generation, prepare_generation
-from serving.http.schemas import GenerateRequest, generate_schema, parse_generate
+from serving.http.completion_answers import Completion
+from serving.http.completion_format import CompletionFormat
+from serving.http.completion_schema import completion_schema, parse_completion
+from serving.http.errors import install_error_handlers
+from serving.http.exchange import respond
+from serving.http.generate_format import GenerateFormat
+from serving.http.metrics import CONTENT_TYPE
+from serving.http.model_routes import add_model_routes
+from serving.http.openapi import errors, json_body, stream_answer
+from serving.http.playground import add_page
+from serving.http.schemas import generate_schema, parse_generate
 from serving.http.service import Service
-from serving.http.streaming import EventStream, generation_events, next_delta, watch_disconnect
 
 GENERATE_ERRORS = (400, 401, 408, 413, 429, 500, 503)
 
@@ -22,77 +26,52 @@ GENERATE_ERRORS = (400, 401, 408, 413, 429, 500, 503)
 def create_app(service: Service, *, api_key: str | None = None) -> FastAPI:
     """Returns the app of a service. With an `api_key` every route but /health and / wants it."""
     app = FastAPI(title="rayjob serving", redirect_slashes=False)
-    install_error_handlers(app)
+    install_error_handlers(app, service.metrics.count_error)
     if api_key:
         app.add_middleware(RequireApiKey, api_key=api_key)
+    _add_state_routes(app, service)
+    _add_generating_routes(app, service)
+    add_model_routes(app, service)
+    add_page(app, is_key_wanted=bool(api_key))
+    return app
 
-    @app.get("/health", response_model=Health, responses=_errors(503))
+
+def _add_state_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health", response_model=Health, responses=errors(503))
     async def health() -> Health:
         """Tells whether requests can be taken, and which checkpoint answers."""
         return service.health()
 
+    @app.get("/metrics", response_class=Response, responses=errors(401, 503) | _metrics_answer())
+    async def metrics() -> Response:
+        """Counters, gauges and histograms for Prometheus."""
+        return Response(service.metrics.render(service.engine()), media_type=CONTENT_TYPE)
+
+
+def _add_generating_routes(app: FastAPI, service: Service) -> None:
     @app.post(
         "/generate",
         response_model=GenerateAnswer,
-        responses=_errors(*GENERATE_ERRORS) | _stream_response(),
-        openapi_extra={"requestBody": _json_body(generate_schema())},
+        responses=errors(*GENERATE_ERRORS) | stream_answer(StreamEvent, "then usage and timings, then [DONE]"),
+        openapi_extra=json_body(generate_schema()),
     )
     async def generate(request: Request) -> Response:
         """Continues one or several prompts; with `stream` as server-sent events."""
-        accepted_at_s = time.monotonic()
         checked = parse_generate(await read_json_object(request))
-        return await _generate(service, request, checked, accepted_at_s)
+        return await respond(service, request, checked, GenerateFormat())
 
-    return app
-
-
-async def _generate(service: Service, request: Request, checked: GenerateRequest, accepted_at_s: float) -> Response:
-    deadline_s = asyncio.get_running_loop().time() + checked.timeout_s
-    generation, stream = await _start(service, checked, accepted_at_s)
-    is_handed_on = False
-    try:
-        async with watch_disconnect(request.receive, stream.cancel):
-            if not checked.stream:
-                return await _collect(generation, stream, deadline_s)
-            first = await next_delta(stream, deadline_s)
-        is_handed_on = True
-        return EventStream(generation_events(generation, stream, first, deadline_s), stream.cancel)
-    except RequestCancelled:
-        return Response(status_code=499)  # nobody is there to read it
-    finally:
-        if not is_handed_on:
-            stream.cancel()
+    @app.post(
+        "/v1/completions",
+        response_model=Completion,
+        responses=errors(*GENERATE_ERRORS, 404) | stream_answer(Completion, "then [DONE]"),
+        openapi_extra=json_body(completion_schema()),
+    )
+    async def completions(request: Request) -> Response:
+        """OpenAI's completions; with `stream` as server-sent events."""
+        checked = parse_completion(await read_json_object(request))
+        return await respond(service, request, checked.generate, CompletionFormat(checked))
 
 
-async def _start(service: Service, checked: GenerateRequest, accepted_at_s: float) -> tuple[Generation, RequestStream]:
-    """Tokenizes off the event loop and submits; again if the engine was exchanged in the meantime."""
-    while True:
-        engine = service.engine()
-        try:
-            engine.check_room(len(checked.prompts) * checked.n)
-            generation = await asyncio.to_thread(prepare_generation, checked, engine.served, accepted_at_s)
-            return generation, engine.submit(generation.specs())
-        except EngineClosed:
-            continue
-        except QueueFull as error:
-            headers = {"Retry-After": str(error.retry_after_s)}
-            raise ApiError(429, "queue_full", str(error), headers=headers) from None
-
-
-async def _collect(generation: Generation, stream: RequestStream, deadline_s: float) -> Response:
-    while (delta := await next_delta(stream, deadline_s)) is not None:
-        generation.add(delta)
-    return Response(generation.answer(stream).model_dump_json(), media_type="application/json")
-
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ErrorAnswer} for status in statuses}
-
-
-def _stream_response() -> dict[int | str, dict[str, Any]]:
-    about = "The whole answer; with `stream` one event per token, then usage and timings, then [DONE]."
-    return {200: {"description": about, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-
-
-def _json_body(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
+def _metrics_answer() -> dict[int | str, dict[str, Any]]:
+    about = "Prometheus' text form, version 0.0.4."
+    return {200: {"description": about, "content": {"text/plain": {"schema": {"type": "string"}}}}}

@@ -5,11 +5,12 @@ names the field.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from model.sampling import SamplingParams
+from serving.engine.context import DEFAULT_MAX_NEW_TOKENS
 from serving.http.errors import ApiError, describe, invalid_value, shorten
 from serving.http.fields import ChoiceField, Field, FlagField, IntegerField, NumberField
 
@@ -19,6 +20,7 @@ MAX_PROMPT_TOKENS = 512
 MAX_SEQUENCES = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 128
+TIMEOUT_S = 120.0
 
 DEFAULTS = SamplingParams()
 SIMPLE_FIELDS: dict[str, Field] = {
@@ -52,7 +54,7 @@ SIMPLE_FIELDS: dict[str, Field] = {
     "include_stop": FlagField("Leave the stop string at the end of the text."),
     "stream": FlagField("Answer with server-sent events, one per token."),
     "truncate": ChoiceField("A prompt that is too long: an error, or cut at its left.", ("error", "left")),
-    "timeout_s": NumberField("Give up after so many seconds.", 0, 300, 120, is_low_open=True),
+    "timeout_s": NumberField("Give up after so many seconds.", 0, 300, TIMEOUT_S, is_low_open=True),
 }
 ALIASES = {
     "text": "prompt",
@@ -69,7 +71,12 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A checked request. Names are those of the table; `prompts` has one or more text or token prompts."""
+    """A checked request. Names are those of the table; `prompts` has one or more text or token prompts.
+
+    Attributes:
+        max_new_tokens: None for the room left, at most `most_by_default`; 0 only scores the prompts.
+        scores_prompt: Whether the logprobs of the prompt's tokens are asked for.
+    """
 
     prompts: tuple[Prompt, ...]
     params: SamplingParams
@@ -84,6 +91,8 @@ class GenerateRequest:
     stream: bool
     truncate: str
     timeout_s: float
+    most_by_default: int = DEFAULT_MAX_NEW_TOKENS
+    scores_prompt: bool = False
 
 
 def parse_generate(body: Mapping[str, Any]) -> GenerateRequest:
@@ -98,13 +107,21 @@ def parse_generate(body: Mapping[str, Any]) -> GenerateRequest:
     }
     if "prompt" not in sent:
         raise invalid_value("prompt", "prompt is required: a string, a list of strings or a list of token ids")
-    prompts = _check_prompt(*sent["prompt"])
-    stop = _check_stop(*sent["stop"]) if "stop" in sent else ()
-    if len(prompts) * values["n"] > MAX_SEQUENCES:
-        message = f"prompts x n must be at most {MAX_SEQUENCES}, got {len(prompts)} x {values['n']}"
-        raise invalid_value("n", message)
-    params = SamplingParams(**{field.name: values.pop(field.name) for field in fields(SamplingParams)})
-    return GenerateRequest(prompts=prompts, params=params, stop=stop, **values)
+    prompts = check_prompt(*sent["prompt"])
+    stop = check_stop(*sent["stop"]) if "stop" in sent else ()
+    check_sequences(prompts, values["n"])
+    return GenerateRequest(prompts=prompts, params=take_params(values), stop=stop, **values)
+
+
+def take_params(values: dict[str, Any]) -> SamplingParams:
+    """Takes the checked sampling fields out of `values`."""
+    return SamplingParams(**{field.name: values.pop(field.name) for field in fields(SamplingParams)})
+
+
+def check_sequences(prompts: Sequence[Prompt], n: int) -> None:
+    """Raises the ApiError for more sequences than one request may have."""
+    if len(prompts) * n > MAX_SEQUENCES:
+        raise invalid_value("n", f"prompts x n must be at most {MAX_SEQUENCES}, got {len(prompts)} x {n}")
 
 
 def _by_canonical_name(body: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -129,19 +146,30 @@ def _unknown_field(name: str) -> ApiError:
     return ApiError(400, "unknown_field", message, param=shown)
 
 
-def _check_prompt(name: str, value: object) -> tuple[Prompt, ...]:
+def check_prompt(name: str, value: object) -> tuple[Prompt, ...]:
+    """Returns the prompts of a string, a list of strings or a list of token ids."""
     if isinstance(value, str):
         return (_check_text(name, value),)
     if not isinstance(value, list):
         message = f"{name} must be a string, a list of strings or a list of token ids, got {describe(value)}"
         raise invalid_value(name, message)
     if not value:
-        raise _empty(name)
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        raise empty_prompt(name)
+    if is_tokens(value):
         return (tuple(value),)
-    if len(value) > MAX_PROMPTS:
-        raise invalid_value(name, f"{name} must have at most {MAX_PROMPTS} strings, got {len(value)}")
+    check_count(name, value)
     return tuple(_check_text(f"{name}[{index}]", item) for index, item in enumerate(value))
+
+
+def is_tokens(value: list[Any]) -> bool:
+    """Tells whether a list holds whole numbers only; which of them are tokens, the model knows."""
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+
+
+def check_count(name: str, prompts: list[Any]) -> None:
+    """Raises the ApiError for more prompts than one request may have."""
+    if len(prompts) > MAX_PROMPTS:
+        raise invalid_value(name, f"{name} must have at most {MAX_PROMPTS} prompts, got {len(prompts)}")
 
 
 def _check_text(name: str, value: object) -> str:
@@ -149,14 +177,15 @@ def _check_text(name: str, value: object) -> str:
         message = f"{name} must be a string, as the others of a list of prompts are, got {describe(value)}"
         raise invalid_value(name, message)
     if not value:
-        raise _empty(name)
+        raise empty_prompt(name)
     if len(value) > MAX_PROMPT_CHARS:
         message = f"{name} must have at most {MAX_PROMPT_CHARS} characters, got {len(value)}"
         raise invalid_value(name, message)
     return value
 
 
-def _check_stop(name: str, value: object) -> tuple[str, ...]:
+def check_stop(name: str, value: object) -> tuple[str, ...]:
+    """Returns the stop strings of one or a list of them."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
         raise invalid_value(name, f"{name} must be a string or a list of strings, got {describe(value)}")
@@ -169,13 +198,14 @@ def _check_stop(name: str, value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _empty(name: str) -> ApiError:
+def empty_prompt(name: str) -> ApiError:
+    """The 400 for a prompt without a character or a token."""
     return ApiError(400, "empty_prompt", f"{name} is empty: send at least one character", param=name)
 
 
 def generate_schema() -> dict[str, Any]:
     """Returns the OpenAPI schema of the request body; its limits are those that the checks use."""
-    properties = {"prompt": _prompt_schema(), "stop": _stop_schema()}
+    properties = {"prompt": prompt_schema(), "stop": stop_schema()}
     properties |= {name: _nullable(name, field.schema()) for name, field in SIMPLE_FIELDS.items()}
     for alias, name in ALIASES.items():
         properties[alias] = {**properties[name], "description": f"Alias of {name}; send one of them."}
@@ -183,7 +213,8 @@ def generate_schema() -> dict[str, Any]:
     return {"type": "object", "properties": properties, "oneOf": one_prompt, "additionalProperties": False}
 
 
-def _prompt_schema() -> dict[str, Any]:
+def prompt_schema() -> dict[str, Any]:
+    """Returns the OpenAPI schema of what `check_prompt` takes."""
     text = {"type": "string", "minLength": 1, "maxLength": MAX_PROMPT_CHARS}
     texts = {"type": "array", "items": text, "minItems": 1, "maxItems": MAX_PROMPTS}
     token = {"type": "integer", "minimum": 0}
@@ -191,7 +222,8 @@ def _prompt_schema() -> dict[str, Any]:
     return {"anyOf": [text, texts, tokens], "description": "Text, several texts, or one text as token ids."}
 
 
-def _stop_schema() -> dict[str, Any]:
+def stop_schema() -> dict[str, Any]:
+    """Returns the OpenAPI schema of what `check_stop` takes."""
     text = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
     texts = {"type": "array", "items": text, "maxItems": MAX_STOPS}
     about = "The text ends before the first of these."

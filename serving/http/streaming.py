@@ -1,32 +1,31 @@
 """Server-sent events of a streamed answer, and what happens when the client goes away."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.engine.engine import IndexedDelta, RequestCancelled, RequestStream, SequenceFailed
-from serving.http.answers import StreamEvent
+from serving.engine.engine import IndexedDelta, RequestStream, SequenceFailed
 from serving.http.errors import ApiError, engine_error
-from serving.http.generation import Generation
 
 PING_INTERVAL_S = 15.0
 
 
 class EventStream(Response):
-    """A `text/event-stream` response that calls `on_disconnect` as soon as the client is gone."""
+    """A `text/event-stream` response: `on_disconnect` is called as soon as the client is gone, `on_end` at the end."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], on_disconnect: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[str, None], *, on_disconnect: Callable[[], None], on_end: Callable[[], None]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._on_disconnect = on_disconnect
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events; whatever ends this early ends the generation too."""
@@ -39,7 +38,7 @@ class EventStream(Response):
         except OSError:  # the server's way to say that the client is gone
             pass
         finally:
-            self._on_disconnect()
+            self._on_end()
 
 
 @asynccontextmanager
@@ -74,23 +73,7 @@ async def next_delta(stream: RequestStream, deadline_s: float) -> IndexedDelta |
         raise engine_error() from None
 
 
-async def generation_events(
-    generation: Generation, stream: RequestStream, first: IndexedDelta | None, deadline_s: float
-) -> AsyncGenerator[str, None]:
-    """Yields the events of a stream whose first delta is there already; a fault becomes the last event."""
-    try:
-        async for delta in _with_pings(stream, first, deadline_s):
-            yield ": ping\n\n" if delta is None else _token_event(generation, delta)
-        usage, timings = generation.usage(), generation.timings(stream)
-        yield _event({"usage": usage.model_dump(), "timings": timings.model_dump(), "seed": generation.seed})
-    except ApiError as error:
-        yield _event(error.body())
-    except RequestCancelled:
-        return
-    yield "data: [DONE]\n\n"
-
-
-async def _with_pings(
+async def with_pings(
     stream: RequestStream, delta: IndexedDelta | None, deadline_s: float
 ) -> AsyncGenerator[IndexedDelta | None, None]:
     """Yields `delta` and those after it, and None whenever the next one takes longer than a ping may."""
@@ -103,20 +86,3 @@ async def _with_pings(
                 break
             except TimeoutError:
                 yield None
-
-
-def _token_event(generation: Generation, event: IndexedDelta) -> str:
-    text = generation.add(event)
-    logprobs = generation.logprobs(event.delta)
-    body = StreamEvent(
-        index=event.index,
-        text=text,
-        token=event.delta.token,
-        finish_reason=event.delta.finish_reason,
-        logprobs=logprobs,
-    )
-    return _event(body.model_dump(exclude={"logprobs"} if logprobs is None else None))
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

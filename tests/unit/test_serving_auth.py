@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from serving.http.auth import check_bind
+from serving.http.routes import create_app
 from tests.serving_checkpoint import Served, close, save_run, serve_run
 
 
@@ -45,6 +46,22 @@ def test_another_key_is_denied_on_every_route(served: Served, path: str, authori
     assert response.json()["error"]["code"] == "invalid_api_key"
 
 
+def test_every_route_but_two_is_denied(served: Served) -> None:
+    routes = [(method, route.path) for route in create_app(served.service).routes for method in route.methods]
+    assert ("POST", "/generate") in routes
+    assert ("GET", "/docs") in routes
+    answers = {(method, path): request(served, path, method=method).status_code for method, path in routes}
+    is_open = {route for route, status in answers.items() if status != 401}
+    assert is_open == {("GET", "/health"), ("GET", "/")}
+
+
+def test_nothing_of_the_key_is_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    for authorization in ("Bearer abc", "Bearer abcd"):
+        request(served, "/openapi.json", authorization)
+    assert "abc" not in caplog.text
+
+
 def test_no_key_is_denied_and_two_are_too(served: Served) -> None:
     assert request(served, "/generate", method="POST").status_code == 401
     assert request(served, "/openapi.json", "Bearer abc", "Bearer abc").status_code == 401
@@ -64,7 +81,7 @@ def test_the_key_opens_every_route(served: Served) -> None:
 
 def test_health_and_the_page_need_no_key(served: Served) -> None:
     assert request(served, "/health").status_code == 200
-    assert request(served, "/").status_code == 404
+    assert request(served, "/").status_code == 200
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "[::1]", "localhost", None])

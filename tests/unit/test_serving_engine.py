@@ -1,13 +1,13 @@
-"""The engine's queue, slots, cancellation and faults, with a decoder that the test holds in its hand."""
+"""The engine's line, slots, cancellation and faults; the test lets each token through by hand."""
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from serving.engine import engine as engine_module
 from serving.engine.engine import (
     Engine,
     EngineClosed,
@@ -17,164 +17,201 @@ from serving.engine.engine import (
     RequestStream,
     SequenceFailed,
 )
-from serving.engine.sequence import Delta, SequenceSpec
+from serving.engine.loading import ServedModel, load_served_model
+from serving.engine.sequence import SequenceSpec
+from tests.serving_checkpoint import save_run
+from tests.serving_engine import WAIT_S, Gate, decode, gate, reached, run, running_engine
 
+__all__ = ["gate"]
 FAULTY = 13
-WAIT_S = 20.0  # far beyond what any of these waits takes; a hang then fails instead of blocking the suite
 
 
-class HeldDecoder:
-    """Stands in for `decode_sequence`: every token waits for a permit, and the prompt [13] raises."""
-
-    def __init__(self) -> None:
-        self.permits = threading.Semaphore(0)
-        self.decoded = 0
-
-    def __call__(self, served: Any, spec: SequenceSpec) -> Iterator[Delta]:
-        for count in range(1, spec.max_new_tokens + 1):
-            assert self.permits.acquire(timeout=WAIT_S)
-            if spec.prompt == (FAULTY,):
-                raise ValueError("a broken sequence")
-            self.decoded += 1
-            yield Delta(count, "x", -1.0, [], "length" if count == spec.max_new_tokens else None, None)
-
-    def permit(self, tokens: int) -> None:
-        self.permits.release(tokens)
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return load_served_model(save_run(tmp_path_factory.mktemp("runs") / "tiny"))
 
 
 @pytest.fixture
-def decoder(monkeypatch: pytest.MonkeyPatch) -> HeldDecoder:
-    held = HeldDecoder()
-    monkeypatch.setattr(engine_module, "decode_sequence", held)
-    return held
-
-
-def run(test: Callable[[Engine], Coroutine[Any, Any, None]], **limits: int) -> None:
-    """Runs a coroutine with an engine of one slot, and closes it."""
-    engine = Engine(None, **{"num_slots": 1, "max_waiting": 2, **limits})  # type: ignore[arg-type]
-    try:
-        asyncio.run(asyncio.wait_for(test(engine), WAIT_S))
-    finally:
-        engine.close()
-    engine.join(WAIT_S)
-    assert not engine.is_alive()
+def engine(served: ServedModel, gate: Gate) -> Iterator[Engine]:
+    """One slot, two places in line."""
+    with running_engine(served, num_slots=1, max_waiting=2) as one:
+        gate.hold()
+        yield one
+        gate.release()
 
 
 def sequence(prompt: int = 1, tokens: int = 1) -> SequenceSpec:
-    return SequenceSpec(prompt=(prompt,), max_new_tokens=tokens, seed=0)
+    return SequenceSpec(prompt=(prompt, prompt), max_new_tokens=tokens, seed=0, ignore_eos=True)
 
 
-async def tokens_of(stream: RequestStream) -> list[tuple[int, int]]:
-    return [(event.index, event.delta.token) async for event in stream]
+def faulty() -> SequenceSpec:
+    return SequenceSpec(prompt=(FAULTY,), max_new_tokens=5, seed=0)
 
 
-async def reached(engine: Engine, load: Load) -> None:
-    while engine.load() != load:
-        await asyncio.sleep(0.001)
+async def indices_of(stream: RequestStream) -> list[int]:
+    return [event.index async for event in stream]
 
 
-def test_all_tokens_of_all_sequences_arrive_in_order(decoder: HeldDecoder) -> None:
-    async def test(engine: Engine) -> None:
-        decoder.permit(5)
-        stream = engine.submit([sequence(tokens=2), sequence(tokens=3)])
-        assert await tokens_of(stream) == [(0, 1), (0, 2), (1, 1), (1, 2), (1, 3)]
+def test_all_tokens_of_all_sequences_arrive_in_order(engine: Engine, gate: Gate) -> None:
+    async def test() -> None:
+        gate.permit(5)
+        assert await indices_of(engine.submit([sequence(tokens=2), sequence(tokens=3)])) == [0, 0, 1, 1, 1]
 
-    run(test)
+    run(test())
 
 
-def test_a_full_queue_refuses_the_whole_request(decoder: HeldDecoder) -> None:
-    async def test(engine: Engine) -> None:
+def test_a_full_queue_refuses_the_whole_request(engine: Engine, gate: Gate) -> None:
+    async def test() -> None:
         first = engine.submit([sequence()])
-        await reached(engine, Load(1, 0))
+        await reached(engine, lambda load: load == Load(1, 0))
         with pytest.raises(QueueFull) as refused:
             engine.submit([sequence()] * 3)
         assert 1 <= refused.value.retry_after_s <= 60
         second = engine.submit([sequence()] * 2)
         assert engine.load() == Load(1, 2)
-        decoder.permit(3)
-        assert [len(await tokens_of(first)), len(await tokens_of(second))] == [1, 2]
+        gate.permit(3)
+        assert [len(await indices_of(first)), len(await indices_of(second))] == [1, 2]
 
-    run(test)
+    run(test())
 
 
-def test_a_cancelled_request_frees_its_slot_before_its_next_token(decoder: HeldDecoder) -> None:
-    async def test(engine: Engine) -> None:
-        abandoned = engine.submit([sequence(tokens=100)])
-        decoder.permit(1)
+def test_a_cancelled_request_frees_its_slot_before_its_next_token(engine: Engine, gate: Gate) -> None:
+    async def test() -> None:
+        abandoned = engine.submit([sequence(tokens=60)])
+        gate.permit(1)
         await anext(abandoned)
         abandoned.cancel()
         with pytest.raises(RequestCancelled):
             await anext(abandoned)
-        after = engine.submit([sequence(prompt=2, tokens=1)])
-        decoder.permit(2)  # one for the token being decoded at the time of the cancellation
-        assert await tokens_of(after) == [(0, 1)]
-        assert decoder.decoded <= 3
+        after = engine.submit([sequence(prompt=2)])
+        gate.permit(2)  # one for the token being decoded at the time of the cancellation
+        assert await indices_of(after) == [0]
+        assert gate.taken <= 3
 
-    run(test)
+    run(test())
 
 
-def test_a_request_cancelled_while_waiting_leaves_the_queue_at_once(decoder: HeldDecoder) -> None:
-    async def test(engine: Engine) -> None:
+def test_a_request_cancelled_while_waiting_leaves_the_queue_at_once(engine: Engine, gate: Gate) -> None:
+    async def test() -> None:
         running = engine.submit([sequence()])
-        await reached(engine, Load(1, 0))
+        await reached(engine, lambda load: load == Load(1, 0))
         waiting = engine.submit([sequence()] * 2)
         waiting.cancel()
         assert engine.load() == Load(1, 0)
         engine.submit([sequence()] * 2).cancel()
-        decoder.permit(1)
-        assert len(await tokens_of(running)) == 1
-        assert decoder.decoded == 1
+        gate.permit(1)
+        assert len(await indices_of(running)) == 1
+        assert gate.taken == 1
 
-    run(test)
+    run(test())
 
 
-def test_a_fault_ends_its_own_request_only(decoder: HeldDecoder) -> None:
-    async def test(engine: Engine) -> None:
-        faulty, sound = engine.submit([sequence(FAULTY)]), engine.submit([sequence(tokens=2)])
-        decoder.permit(3)
+def test_a_fault_ends_its_own_request_only(engine: Engine, gate: Gate) -> None:
+    async def test() -> None:
+        broken, sound = engine.submit([faulty()]), engine.submit([sequence(tokens=2)])
+        gate.permit(3)
         with pytest.raises(SequenceFailed):
-            await anext(faulty)
-        assert await tokens_of(sound) == [(0, 1), (0, 2)]
+            await anext(broken)
+        assert await indices_of(sound) == [0, 0]
         assert engine.is_alive()
 
-    run(test)
+    run(test())
 
 
-def test_slots_decode_at_the_same_time(decoder: HeldDecoder) -> None:
-    async def test(engine: Engine) -> None:
-        streams = [engine.submit([sequence(tokens=2)]) for _ in range(2)]
-        await reached(engine, Load(2, 0))
-        decoder.permit(4)
-        assert [len(await tokens_of(stream)) for stream in streams] == [2, 2]
-
-    run(test, num_slots=2)
-
-
-def test_a_closed_engine_finishes_what_it_took_and_refuses_more(decoder: HeldDecoder) -> None:
-    async def test(engine: Engine) -> None:
-        stream = engine.submit([sequence(), sequence()])
+def test_a_closed_engine_finishes_what_it_took_and_refuses_more(engine: Engine, gate: Gate) -> None:
+    async def test() -> None:
+        stream = engine.submit([sequence(tokens=2), sequence()])
         engine.close()
         with pytest.raises(EngineClosed):
             engine.submit([sequence()])
-        decoder.permit(2)
-        assert len(await tokens_of(stream)) == 2
+        gate.permit(3)
+        assert await indices_of(stream) == [0, 0, 1]
 
-    run(test)
+    run(test())
+    engine.join(WAIT_S)
+    assert not engine.is_alive()
 
 
-def test_a_consumer_whose_event_loop_is_gone_does_not_stop_the_slot(decoder: HeldDecoder) -> None:
-    engine = Engine(None, num_slots=1, max_waiting=2)  # type: ignore[arg-type]
+def test_a_drained_engine_is_freed_with_its_thread_and_cache(served: ServedModel) -> None:
+    engine = Engine(served, num_slots=8, max_waiting=0)
 
+    async def close_while_decoding() -> int:
+        stream = engine.submit([sequence(tokens=20)])
+        engine.close()
+        return len(await indices_of(stream))
+
+    assert run(close_while_decoding()) == 20
+    engine.join(WAIT_S)
+    left = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert left() is None
+
+
+def test_a_consumer_whose_event_loop_is_gone_does_not_stop_the_engine(engine: Engine, gate: Gate) -> None:
     async def submit_and_leave() -> RequestStream:
         return engine.submit([sequence(tokens=50)])
 
     abandoned = asyncio.run(submit_and_leave())
-    decoder.permit(2)
-
-    async def submit_again() -> list[tuple[int, int]]:
-        return await asyncio.wait_for(tokens_of(engine.submit([sequence()])), WAIT_S)
-
-    assert asyncio.run(submit_again()) == [(0, 1)]
+    gate.permit(3)
+    assert run(indices_of_new(engine)) == [0]
     assert abandoned.is_cancelled
-    engine.close()
-    engine.join(WAIT_S)
+
+
+async def indices_of_new(engine: Engine) -> list[int]:
+    return await indices_of(engine.submit([sequence()]))
+
+
+def test_sequences_decode_together_and_a_fault_leaves_the_others_of_its_step_alone(
+    served: ServedModel, gate: Gate
+) -> None:
+    async def test(engine: Engine) -> None:
+        wanted = await decode(engine, [sequence(tokens=4)])
+        gate.hold()
+        streams = [engine.submit([spec]) for spec in (sequence(tokens=4), faulty(), sequence(tokens=4))]
+        await reached(engine, lambda load: load.running + load.waiting == 3)
+        gate.permit(9)
+        with pytest.raises(SequenceFailed):
+            await anext(streams[1])
+        for stream in (streams[0], streams[2]):
+            assert [[event.delta async for event in stream]] == wanted
+
+    with running_engine(served, num_slots=4) as engine:
+        run(test(engine))
+
+
+def test_a_fault_of_a_whole_step_fails_what_was_in_it_and_the_engine_goes_on(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(engine: Engine) -> None:
+        wanted = await decode(engine, [sequence(tokens=4)])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "decode", lambda tokens, positions: 1 / 0)
+            stream = engine.submit([sequence(tokens=4)])
+            await anext(stream)
+            with pytest.raises(SequenceFailed):
+                await anext(stream)
+        assert await decode(engine, [sequence(tokens=4)]) == wanted
+        assert engine.load() == Load(0, 0)
+
+    with running_engine(served) as engine:
+        run(test(engine))
+
+
+def test_a_fault_in_prefill_fails_its_own_request_only(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: Engine) -> None:
+        wanted = await decode(engine, [sequence(tokens=4)])
+        prefill = engine._runner.prefill
+
+        def fail_on_5(row: int, tokens: tuple[int, ...], start: int) -> object:
+            return 1 / 0 if tokens[0] == 5 else prefill(row, tokens, start)
+
+        monkeypatch.setattr(engine._runner, "prefill", fail_on_5)
+        streams = [engine.submit([sequence(prompt, 4)]) for prompt in (1, 5, 1)]
+        with pytest.raises(SequenceFailed):
+            await anext(streams[1])
+        for stream in (streams[0], streams[2]):
+            assert [[event.delta async for event in stream]] == wanted
+
+    with running_engine(served) as engine:
+        run(test(engine))

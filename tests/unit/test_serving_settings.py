@@ -11,7 +11,7 @@ from serving.settings import Settings, parse_settings
 
 
 def test_only_a_checkpoint_is_needed(tmp_path: Path) -> None:
-    assert parse_settings({"checkpoint": str(tmp_path)}) == Settings(tmp_path, None, 4, 256)
+    assert parse_settings({"checkpoint": str(tmp_path)}) == Settings(tmp_path, None, 64, 256, "auto", None)
 
 
 def test_a_relative_checkpoint_starts_at_the_repository() -> None:
@@ -31,6 +31,13 @@ def test_a_relative_checkpoint_starts_at_the_repository() -> None:
         ({"num_slots": 2.0}, "num_slots"),
         ({"max_waiting": -1}, "max_waiting"),
         ({"max_waiting": 10_000}, "max_waiting"),
+        ({"follow_interval_s": 0}, "follow_interval_s"),
+        ({"follow_interval_s": True}, "follow_interval_s"),
+        ({"follow_interval_s": float("nan")}, "follow_interval_s"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"dtype": None}, "dtype"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"num_threads": True}, "num_threads"),
         ({"checkpont": "x"}, "checkpoint"),
     ],
 )

@@ -1,0 +1,95 @@
+"""The model over the slots: prefill of one sequence's chunk, and one decode step of all running rows.
+
+N tokens in a forward (T of a prefill, B rows of a decode step)
+D d_model, H n_heads, K n_kv_heads, E head_dim, V vocab_size
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.llama import Llama
+from serving.engine.scheduler import Move
+from serving.engine.slots import SlotCache
+from serving.engine.weights import LayerWeights, read_weights
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q (N, H, E), k (N, K, E), v (N, K, E)) -> (N, H * E); it keeps k and v."""
+
+
+class Runner:
+    """Owns weights and cache; used by one thread."""
+
+    def __init__(self, model: Llama, *, num_slots: int, dtype: torch.dtype) -> None:
+        self.config = model.config
+        self._weights = read_weights(model, dtype)
+        self._rotary = model.model.rotary
+        self._device = self._weights.embedding.device
+        self._cache = SlotCache(model.config, num_slots, dtype, self._device)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Moves rows of the cache, in this order."""
+        for move in moves:
+            self._cache.move(move)
+
+    @torch.inference_mode()
+    def prefill(self, row: int, tokens: Sequence[int], start: int) -> Tensor:
+        """Computes tokens of a row that follow its first `start`; returns the logits (1, V) after the last."""
+        end = start + len(tokens)
+        if start == 0:
+            self._cache.clear(row)
+        hidden = self._forward(tokens, range(start, end), self._cache.prefill(row, start, end))
+        return self._logits(hidden[-1:])
+
+    @torch.inference_mode()
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Computes one token in each of the first B rows at its position; returns the logits (B, V) after it."""
+        padding = [0] * (_width(len(tokens)) - len(tokens))
+        attend = self._cache.decode(positions, len(padding))
+        hidden = self._forward([*tokens, *padding], [*positions, *padding], attend)
+        return self._logits(hidden)[: len(tokens)]
+
+    def _forward(self, tokens: Sequence[int], positions: Sequence[int], attend: Attention) -> Tensor:
+        """Returns the last hidden states (N, D), normed."""
+        rotation = self._rotary(torch.tensor(positions, device=self._device))
+        x = F.embedding(torch.tensor(tokens, device=self._device), self._weights.embedding)  # (N, D)
+        for index, layer in enumerate(self._weights.layers):
+            q, k, v = self._project(self._norm(x, layer.attention_norm), layer, rotation)
+            x = x + F.linear(attend(index, q, k, v), layer.o)
+            gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        return self._norm(x, self._weights.norm)
+
+    def _project(
+        self, x: Tensor, layer: LayerWeights, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        H, K, E = self.config.n_heads, self.config.n_kv_heads, self.config.head_dim
+        heads = F.linear(x, layer.qkv).view(len(x), H + 2 * K, E)
+        qk = _rotate(heads[:, : H + K], *rotation)
+        return qk[:, :H], qk[:, H:], heads[:, H + K :]
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm as the model computes it: in fp32, cast, then scaled."""
+        x_fp32 = x.float()
+        normed = x_fp32 * torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.config.norm_eps)
+        return weight * normed.to(x.dtype)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._weights.embedding)
+
+
+def _width(num_rows: int) -> int:
+    """Returns the number of rows, a power of two, at which so many are computed.
+
+    A row's result must not depend on how many others there are. The libraries' products of fewer than four rows take
+    another way, which sums in another order; from four on a row comes out the same, bit for bit, at every width.
+    """
+    return max(1 << (num_rows - 1).bit_length(), 4)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns x (N, heads, E) turned by the angles (N, 1, E/2) in fp32; halves paired as in Hugging Face."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,219 @@
+"""Tokens per second of the bare engine against other engines on the same weights, as one JSON line.
+
+    python tests/bench/bench_engine.py [--checkpoint FOLDER] [--concurrency 1 8 64] [--tokens 128] [--repeats 3]
+
+1. Without a checkpoint, one of the reference model's size is made with random weights: speed does not depend on them.
+2. Every engine gets the same prompts of 64 tokens, `concurrency` of them at once, and makes 128 tokens for each,
+   greedily, EOS ignored. Engines take turns, so that a change of the machine's speed meets all of them.
+3. Peers: transformers' generate in bf16, and CTranslate2 (int8) where it is installed.
+4. The time to the first token is that of one request on an idle engine.
+
+Run it on an idle machine. Nothing here starts Ray or HTTP.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from model.checkpoint import resolve_checkpoint, save_checkpoint
+from model.config import ModelConfig
+from model.llama import Llama
+from model.normalizer import Normalizer
+from model.sampling import SamplingParams
+from model.tokenizer import Tokenizer, train_tokenizer
+from serving.engine.engine import Engine
+from serving.engine.loading import load_served_model
+from serving.engine.sequence import SequenceSpec
+
+Prompts = list[tuple[int, ...]]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = resolve_checkpoint(args.checkpoint) if args.checkpoint else make_checkpoint(Path(scratch))
+        engines, ttft_ms = make_engines(folder, Path(scratch), args)
+        rates = measure(engines, args)
+    print(json.dumps(report(args, rates, ttft_ms)))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, help="a checkpoint or run folder; random weights if absent")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128, help="tokens to make for each prompt")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--no-peers", action="store_true", help="measure our engine alone")
+    return parser.parse_args()
+
+
+def make_checkpoint(scratch: Path) -> Path:
+    """Saves the reference model with random weights and a small tokenizer."""
+    normalizer = Normalizer(detokenize=True, lowercase=False)
+    Tokenizer(train_tokenizer(["a small text of few words"] * 50, vocab_size=280), normalizer).save(scratch / "words")
+    config = ModelConfig(vocab_size=50_304)
+    model = Llama(config)
+    model.init_weights(0)
+    return save_checkpoint(
+        scratch / "random",
+        1,
+        model=model.state_dict(),
+        config=config,
+        tokenizer_folder=scratch / "words",
+        trainer_tensors={"rng": torch.zeros(1)},
+        trainer_state={"step": 1, "val_loss": 10.0},
+    )
+
+
+def make_engines(
+    folder: Path, scratch: Path, args: argparse.Namespace
+) -> tuple[dict[str, Callable[[Prompts], None]], dict[str, float]]:
+    """Returns what decodes a list of prompts, by name, and our times to the first token."""
+    engines: dict[str, Callable[[Prompts], None]] = {}
+    ttft_ms = {}
+    served = load_served_model(folder)
+    for dtype in args.dtypes:
+        engine = Engine(
+            served,
+            num_slots=max(args.concurrency),
+            max_waiting=0,
+            dtype=getattr(torch, dtype),
+            num_threads=args.threads,
+        )
+        ttft_ms[dtype] = measure_ttft_ms(engine, args)
+        engines[f"engine_{dtype}"] = lambda prompts, engine=engine: asyncio.run(
+            decode_all(engine, prompts, args.tokens)
+        )
+    if not args.no_peers:
+        engines["transformers_bfloat16"] = transformers_engine(folder, args)
+        if importlib.util.find_spec("ctranslate2"):
+            engines["ctranslate2_int8"] = ctranslate2_engine(folder, scratch, args)
+    return engines, ttft_ms
+
+
+async def decode_all(engine: Engine, prompts: Prompts, n_tokens: int) -> float:
+    """Decodes one request per prompt at the same time; returns the seconds until the first token of any."""
+    started_s, first_s = time.perf_counter(), 0.0
+
+    async def consume(prompt: tuple[int, ...]) -> None:
+        nonlocal first_s
+        count = 0
+        async for _ in engine.submit([SequenceSpec(prompt, n_tokens, seed=0, params=GREEDY, ignore_eos=True)]):
+            first_s = first_s or time.perf_counter() - started_s
+            count += 1
+        assert count == n_tokens
+
+    await asyncio.gather(*map(consume, prompts))
+    return first_s
+
+
+def measure_ttft_ms(engine: Engine, args: argparse.Namespace) -> float:
+    rng = random.Random(1)
+    times_s = [asyncio.run(decode_all(engine, random_prompts(rng, 1, args.prompt_tokens), 2)) for _ in range(12)]
+    return round(statistics.median(times_s[2:]) * 1000, 1)
+
+
+def transformers_engine(folder: Path, args: argparse.Namespace) -> Callable[[Prompts], None]:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+    def decode(prompts: Prompts) -> None:
+        inputs = torch.tensor(prompts)
+        with torch.inference_mode():
+            outputs = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                min_new_tokens=args.tokens,
+                max_new_tokens=args.tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        assert outputs.shape == (len(prompts), inputs.shape[1] + args.tokens)
+
+    return decode
+
+
+def ctranslate2_engine(folder: Path, scratch: Path, args: argparse.Namespace) -> Callable[[Prompts], None]:
+    import ctranslate2
+
+    converted = scratch / "ctranslate2"
+    ctranslate2.converters.TransformersConverter(str(folder)).convert(str(converted), quantization="int8")
+    generator = ctranslate2.Generator(str(converted), device="cpu", intra_threads=args.threads, inter_threads=1)
+    pieces = json.loads((converted / "vocabulary.json").read_text())
+
+    def decode(prompts: Prompts) -> None:
+        results = generator.generate_batch(
+            [[pieces[token] for token in prompt] for prompt in prompts],
+            max_length=args.tokens,
+            min_length=args.tokens,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+        )
+        assert all(len(result.sequences_ids[0]) == args.tokens for result in results)
+
+    return decode
+
+
+def random_prompts(rng: random.Random, count: int, length: int) -> Prompts:
+    return [tuple(rng.randrange(3, 250) for _ in range(length)) for _ in range(count)]
+
+
+def measure(engines: dict[str, Callable[[Prompts], None]], args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the median tokens per second by engine and concurrency, prefill included."""
+    rng = random.Random(0)
+    rates: dict[str, dict[int, list[float]]] = {name: {c: [] for c in args.concurrency} for name in engines}
+    for repeat in range(args.repeats):
+        for concurrency in args.concurrency:
+            prompts = random_prompts(rng, concurrency, args.prompt_tokens)
+            for name, decode in engines.items():
+                if repeat == 0:
+                    decode(prompts[:1])
+                started_s = time.perf_counter()
+                decode(prompts)
+                rate = concurrency * args.tokens / (time.perf_counter() - started_s)
+                rates[name][concurrency].append(rate)
+                print(f"{name} at {concurrency}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
+    return {name: {c: round(statistics.median(of), 1) for c, of in by.items()} for name, by in rates.items()}
+
+
+def report(args: argparse.Namespace, rates: dict[str, Any], ttft_ms: dict[str, float]) -> dict[str, Any]:
+    ours = rates[f"engine_{args.dtypes[0]}"]
+    ratios = {
+        name: {c: round(ours[c] / rate, 2) for c, rate in by.items()}
+        for name, by in rates.items()
+        if not name.startswith("engine_")
+    }
+    return {
+        "tokens_per_s": rates,
+        "ratio": ratios,
+        "ttft_ms": ttft_ms,
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.tokens,
+        "threads": args.threads,
+        "torch": torch.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # the engines' threads wait for requests that will not come
