@@ -22,7 +22,7 @@ from tests.e2e.test_run_all import Machine, handles, last_json, machine_in
 # The first test may have to install everything.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-STEPS = 1500  # more than are made between a line of the log and the kill that follows it
+STEPS = 1000  # more than are made between a line of the log and the kill that follows it
 SETTINGS = ["train.eval_interval=100", "train.epochs=3", "checkpoint.interval_steps=50"]
 
 
