@@ -94,7 +94,7 @@ def test_outage_of_mlflow_delays_no_step_and_loses_no_metric(machine: Machine, o
     step_s = {b.wall_time: b.wall_time - a.wall_time for a, b in itertools.pairwise(rows) if a.val_loss is None}
     median_s = statistics.median(step_s.values())
     during = sorted(seconds for ended_s, seconds in step_s.items() if outage[0] < ended_s < outage[1])
-    # The median, for others on the machine hold up single steps of a few milliseconds at any time, outage or not; a step
+    # The median, for others on the machine hold up single steps of a few milliseconds at any time, outage or not; one
     # that waited for the tracker would take as long as the outage.
     assert statistics.median(during) < 2 * median_s
     assert during[-1] < (outage[1] - outage[0]) / 2
