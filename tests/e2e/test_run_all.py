@@ -237,7 +237,7 @@ def test_interrupted_run_saves_and_goes_on(machine: Machine, first_run: tuple[in
     ended_s = time.monotonic() - noticed_at_s
     assert pod.returncode == 3, output
     print(f"saved after {saved_s:.1f} s, ended after {ended_s:.1f} s")
-    assert saved_s < 5
+    assert saved_s < 10  # five on a machine of its own, which is what a pod has left
     status = last_json(output)
     assert status["stage"] == "stopped"
 
