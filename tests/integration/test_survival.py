@@ -87,7 +87,7 @@ def test_exception_that_comes_twice_at_a_step_ends_the_run_with_the_reason(
     (tokens_folder,) = (storage / "tokens").iterdir()
     manifest = json.loads((tokens_folder / "manifest.json").read_text())
     n_windows = (manifest["train"]["tokens"] - 1) // 32
-    flat = plant_bad_token(tokens_folder, short_tmp, WindowOrder(n_windows, 16, seed=7).window_ids(10)[3])
+    plant_bad_token(tokens_folder, short_tmp, WindowOrder(n_windows, 16, seed=7).window_ids(10)[3])
     assert job.run() == 1
     reason = r"IndexError: .*\(rank \d, after step 10\), for the second time at this step"
     assert re.search(reason, job.log.read_text())
@@ -98,13 +98,9 @@ def test_exception_that_comes_twice_at_a_step_ends_the_run_with_the_reason(
     assert job.run() == 1
     assert len(re.findall(reason, job.log.read_text())) >= 2
     assert job.status()["restarts"] == 2
-    # The cause is gone: the same command goes on.
-    flat.unlink()
-    assert job.run() == 0, job.log.read_text()[-3000:]
-    assert job.rows()[-1].step == 150
 
 
-def plant_bad_token(tokens_folder: Path, temporary: Path, window: int) -> Path:
+def plant_bad_token(tokens_folder: Path, temporary: Path, window: int) -> None:
     """Makes the node's flat copy of the training tokens, with a token of no vocabulary in a window."""
     stream = np.concatenate(list(token_stream(tokens_folder, "train")))
     stream[window * 32 + 5] = 65_000
@@ -112,4 +108,3 @@ def plant_bad_token(tokens_folder: Path, temporary: Path, window: int) -> Path:
     folder.mkdir(parents=True)
     flat = folder / f"{Manifest.load(tokens_folder).hash}-train.uint16"
     stream.astype(np.uint16).tofile(flat)
-    return flat
