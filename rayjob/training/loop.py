@@ -191,9 +191,7 @@ class TrainWorker:
             if reason:
                 write_bad_numbers(self.config.run_folder, reason, self.bad_steps.window_ids())
         if wishes.leave:
-            own_notice.give(
-                "preemption notice"
-            )  # if another worker has heard it, the time counts from here
+            own_notice.give("preemption notice")  # if another worker has heard it, the time counts from here
         if self._is_worth_saving():
             if wishes.ends_training or self.state.step == self.n_steps:
                 self.saver.finish(self.state, is_reported=not wishes.leave)
