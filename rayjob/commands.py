@@ -24,6 +24,7 @@ from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
 from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
 from rayjob.lock import WaitCancelled, exclusive
+from rayjob.plan import plan_line
 from rayjob.status import set_stage
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
@@ -104,6 +105,7 @@ def _train(config: JobConfig, stop: threading.Event) -> Outcome:
     if _is_spent(config):
         set_stage(config, Outcome.BUDGET.value, n_steps)
         return Outcome.BUDGET
+    logger.info(plan_line(config))
     with _stage(config, "train", n_steps):
         connect()
         outcome = job.train(config, corpus, stop)

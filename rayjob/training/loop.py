@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from model.checkpoint import load_model
 from model.llama import Llama
 from model.tokenizer import Tokenizer
-from rayjob.config import JobConfig, TrainConfig
+from rayjob.config import JobConfig
 from rayjob.corpus.blocks import Manifest
+from rayjob.training.ddp import wrap
 from rayjob.training.evaluation import Evaluation, evaluate
 from rayjob.training.failure import write_failure
 from rayjob.training.feed import StepFeed, open_windows
@@ -67,7 +68,7 @@ def train_loop(loop_config: dict[str, Any]) -> None:
 
     tokenizer = Tokenizer.load(task.tokenizer_folder)
     model, optimizer, state = _start_or_resume(config, Manifest.load(task.tokens_folder), tokenizer, device)
-    ddp = _wrap(model, train, device)
+    ddp = wrap(model, train, device)
     _settle_buckets(ddp, feed, precision)
     recorder = Recorder(config, state, task.spent, device, task.stop_signal) if dist.get_rank() == 0 else None
 
@@ -126,7 +127,7 @@ def _set_up_device(n_workers: int) -> torch.device:
 
 def _start_or_resume(
     config: JobConfig, manifest: Manifest, tokenizer: Tokenizer, device: torch.device
-) -> tuple[Llama, torch.optim.AdamW, RunState]:
+) -> tuple[Llama, torch.optim.Optimizer, RunState]:
     identity = RunIdentity.of(config, manifest.hash, tokenizer.hash)
     # Rank 0 looks and tells the others, so that all go on from the same folder.
     found = [find_sound_checkpoint(config.run_folder) if dist.get_rank() == 0 else None]
@@ -146,18 +147,6 @@ def _start_or_resume(
         logger.warning("resuming from %s", folder)
     _report(folder, state)
     return model, optimizer, state
-
-
-def _wrap(model: Llama, train: TrainConfig, device: torch.device) -> DistributedDataParallel:
-    # compile() in place keeps the parameter names of checkpoints free of a wrapper's prefix.
-    if train.compile:
-        model.compile()
-    return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        forward_sync_buffers=False,
-    )
 
 
 def _settle_buckets(ddp: DistributedDataParallel, feed: StepFeed, precision: torch.dtype) -> None:

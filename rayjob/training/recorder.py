@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from rayjob.config import JobConfig
-from rayjob.hardware import find_gpu, mfu_pct
+from rayjob.hardware import mfu_pct
 from rayjob.training.feed import StepBatch
 from rayjob.training.metrics import MetricsRow, MetricsWriter, Spent, read_spent
+from rayjob.training.peak import peak_of
 from rayjob.training.preemption import StopListener
 from rayjob.training.saving import RunState, SavePolicy
 from rayjob.training.step import StepResult, Wishes
@@ -41,9 +42,7 @@ class Recorder:
         self._spent = max(spent, Spent(state.elapsed_s, state.cost_usd), read_spent(config.run_folder))
         self._metrics = MetricsWriter(config.run_folder, state.step)
         self._started_at_s = time.monotonic()
-        self._gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        if device.type == "cuda" and self._gpu is None:
-            logger.warning("No peak is known for %s: mfu_pct stays empty.", torch.cuda.get_device_name(device))
+        self._peak = peak_of(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
         with (config.run_folder / STARTS_FILE).open("a") as file:
             file.write(json.dumps({"step": state.step, "wall_time": time.time()}) + "\n")
 
@@ -89,6 +88,7 @@ class Recorder:
         return Spent(self._spent.elapsed_s + elapsed_s, self._spent.cost_usd + elapsed_s * usd_per_s)
 
     def _mfu_pct(self, tokens_per_s: float) -> float | None:
-        if self._gpu is None:
+        if self._peak is None:
             return None
-        return mfu_pct(self._config.model.flops_per_token, tokens_per_s, self._config.train.num_workers, self._gpu)
+        n_workers, flops = self._config.train.num_workers, self._config.model.flops_per_token
+        return mfu_pct(flops, tokens_per_s, n_workers, self._peak.tflops)
