@@ -42,7 +42,7 @@ def split_parts(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in fused:
-            split |= zip(fused[name], tensor.split(list(fused[name].values())), strict=True)
+            split |= zip(fused[name], torch.split(tensor, list(fused[name].values())), strict=True)
         else:
             split[name] = tensor
     return split
@@ -69,8 +69,8 @@ def name_parts_in_state_dicts(model: nn.Module) -> None:
     def fuse(module: nn.Module, state: MutableMapping[str, Tensor], prefix: str, *_rest: object) -> None:
         _replace(state, prefix, fuse_parts(module, _below(state, prefix)))
 
-    model.register_state_dict_post_hook(split)
-    model.register_load_state_dict_pre_hook(fuse)
+    model.register_state_dict_post_hook(split)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(fuse)  # type: ignore[no-untyped-call]
 
 
 def _fused_weights(model: nn.Module) -> Iterator[tuple[str, dict[str, int]]]:

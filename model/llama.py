@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.cpu_attention import CausalAttentionFunction
 from model.elementwise import RMSNormFunction, RotateFunction, SwiGLUFunction
 from model.fused import FusedLinear, Linear, name_parts_in_state_dicts, split_parts
 from model.kv_cache import AttentionCache
@@ -107,6 +108,9 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)  # (B, K, T, E), as k; q is (B, H, T, E)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)  # (B, K, S, E)
+        if cache is None and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+            y = CausalAttentionFunction.apply(q, k, v)  # type: ignore[no-untyped-call]
+            return self.o_proj(y.view(B, T, D))  # type: ignore[no-any-return]
         # Without a mask either S = T, or one query sees all S keys.
         is_causal = mask is None and T > 1
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=self.is_grouped)

@@ -124,7 +124,7 @@ def _piece_into_gradient(
     rows = rows_in_cache(logits.shape[1], logits.device.type) or logits.shape[0]
     nats = torch.zeros((), dtype=torch.float32, device=logits.device)
     correct = torch.zeros((), dtype=torch.int64, device=logits.device)
-    for some in zip(logits.split(rows), targets.split(rows), counted.split(rows), strict=True):
+    for some in zip(*(torch.split(tensor, rows) for tensor in (logits, targets, counted)), strict=True):
         some_nats, some_correct = into_gradient(*some, needs_grad)
         nats += some_nats
         correct += some_correct

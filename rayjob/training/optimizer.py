@@ -58,7 +58,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for name, part in self._parts.items():
             part.grad = gradients[name]
             self._muon.state[part] = {"momentum_buffer": momenta[name]}
-        self._muon.step()
+        self._muon.step()  # type: ignore[no-untyped-call]
         self._adamw.step()
 
     def has_momentum(self, name: str) -> bool:
@@ -81,12 +81,10 @@ def _fused_adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch
 
 
 def _groups(parameters: Iterable[Tensor], config: OptimizerConfig) -> list[dict[str, Any]]:
-    matrices, vectors = [], []
-    for parameter in parameters:
-        (matrices if parameter.dim() >= 2 else vectors).append(parameter)
+    given = list(parameters)
     return [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in given if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in given if p.dim() < 2], "weight_decay": 0.0},
     ]
 
 

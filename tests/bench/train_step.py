@@ -116,17 +116,21 @@ def time_in_turn(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Returns seconds and losses of every contender, a value per round; the seconds are without the warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    ends_at_s = time.monotonic() + args.max_s
     losses: dict[str, list[float]] = {name: [] for name in steps}
     batch_of = batches_of(job, device)
+    clock = time.process_time if args.cpu_time else time.perf_counter
     for index in range(args.warm_up + args.rounds):
+        if time.monotonic() > ends_at_s and index > args.warm_up:
+            break
         batch = batch_of(index)
         first = index % len(steps)
         for name in [*list(steps)[first:], *list(steps)[:first]]:
-            started_at_s = time.perf_counter()
+            started_at_s = clock()
             loss = steps[name](batch)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - started_at_s)
+            seconds[name].append(clock() - started_at_s)
             losses[name].append(loss)
     return {name: times[args.warm_up :] for name, times in seconds.items()}, losses
 
@@ -173,6 +177,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=4, help="windows of 512 tokens a step")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds that do not count")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--max-s", type=float, default=1e9, help="begin no further round after so many seconds")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="CPU seconds of the process, for a machine that does other work"
+    )
     parser.add_argument("--skip-memory", action="store_true")
     parser.add_argument("--memory-of", choices=tuple(CONTENDERS), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -181,6 +190,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     use_gpu = args.device == "cuda"
+    if args.threads:
+        torch.set_num_threads(args.threads)
     job = JobConfig(
         model=ModelConfig(vocab_size=50_304),
         train=TrainConfig(
@@ -195,7 +206,8 @@ def main() -> None:
         peaks = {} if args.skip_memory else {name: peak_bytes(name, args) for name in CONTENDERS}
         steps = {name: build(job, device) for name, build in CONTENDERS.items()}
         seconds, losses = time_in_turn(steps, job, device, args)
-        result = report(job, device, seconds) | {"threads": torch.get_num_threads(), "losses": losses}
+        result = report(job, device, seconds) | {"losses": losses}
+        result |= {"threads": torch.get_num_threads(), "clock": "CPU time" if args.cpu_time else "wall"}
         for name, peak in peaks.items():
             result[name] |= {"peak_bytes": peak, "ours_needs": round(peaks["ours"] / peak, 3)}
         print(json.dumps(result))
