@@ -74,19 +74,19 @@ def _softmax(scores: Tensor, scale: float, begin: int, end: int) -> Tensor:
     wide = scores.float().mul_(scale)
     R = end - begin
     later = torch.full((R, R), -torch.inf).triu_(1)
-    wide.unflatten(1, (-1, R))[..., begin:].add_(later)
+    torch.unflatten(wide, 1, (-1, R))[..., begin:].add_(later)
     return torch.softmax(wide, dim=-1).to(scores.dtype)
 
 
 def _rows(q: Tensor, n_kv_heads: int, begin: int, end: int) -> Tensor:
     """Returns a block of q (B, H, T, E) with the heads of a group below each other: (B K, G R, E)."""
-    grouped = q[:, :, begin:end].unflatten(1, (n_kv_heads, -1))  # (B, K, G, R, E)
+    grouped = torch.unflatten(q[:, :, begin:end], 1, (n_kv_heads, -1))  # (B, K, G, R, E)
     return grouped.reshape(q.shape[0] * n_kv_heads, -1, q.shape[-1])
 
 
 def _rows_of(y: Tensor, n_kv_heads: int, begin: int, end: int) -> Tensor:
     """Returns the view (B, K, G, R, E) of a block of y (B, T, H, E)."""
-    return y[:, begin:end].unflatten(2, (n_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    return torch.unflatten(y[:, begin:end], 2, (n_kv_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _by_head(rows: Tensor, batch_size: int, n_kv_heads: int, n_rows: int) -> Tensor:

@@ -93,10 +93,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_grad: Tensor | None = None
         nats = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        memory = hidden.new_empty(min(rows, hidden.shape[0]), weight.shape[0])  # of every piece's logits
         for piece, piece_targets in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
             counted = (piece_targets != IGNORED).unsqueeze(1)  # (C, 1)
             piece = piece.masked_fill(~counted, 0.0)  # whatever stands there, not even NaN comes through
-            logits = piece @ head.T  # (C, V)
+            logits = torch.mm(piece, head.T, out=memory[: piece.shape[0]])  # (C, V)
             piece_nats, piece_correct = _piece_into_gradient(logits, piece_targets, counted, needs_grad, into_gradient)
             nats += piece_nats
             correct += piece_correct
@@ -106,15 +107,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 piece_grad = logits.T @ piece
                 weight_grad = piece_grad.float() if weight_grad is None else weight_grad.add_(piece_grad)
         if weight_grad is not None:
-            ctx.save_for_backward(torch.cat(hidden_grads), weight_grad.to(weight.dtype))
+            ctx.found = torch.cat(hidden_grads), weight_grad.to(weight.dtype)
         ctx.mark_non_differentiable(correct)
         return nats, correct
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, nats_grad: Tensor, _correct_grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * nats_grad, weight_grad * nats_grad, None, None
+        if ctx.found is None:
+            raise RuntimeError("the loss was differentiated before: its gradients were found once, and are gone.")
+        # In place, so that the weight's is not there twice.
+        (hidden_grad, weight_grad), ctx.found = ctx.found, None
+        return hidden_grad.mul_(nats_grad), weight_grad.mul_(nats_grad), None, None
 
 
 def _piece_into_gradient(
@@ -124,8 +128,9 @@ def _piece_into_gradient(
     rows = rows_in_cache(logits.shape[1], logits.device.type) or logits.shape[0]
     nats = torch.zeros((), dtype=torch.float32, device=logits.device)
     correct = torch.zeros((), dtype=torch.int64, device=logits.device)
-    for some in zip(*(torch.split(tensor, rows) for tensor in (logits, targets, counted)), strict=True):
-        some_nats, some_correct = into_gradient(*some, needs_grad)
+    some_of = (torch.split(tensor, rows) for tensor in (logits, targets, counted))
+    for some, some_targets, some_counted in zip(*some_of, strict=True):
+        some_nats, some_correct = into_gradient(some, some_targets, some_counted, needs_grad)
         nats += some_nats
         correct += some_correct
     return nats, correct

@@ -18,14 +18,13 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.train import Checkpoint, CheckpointUploadMode
-from torch.nn.parallel import DistributedDataParallel
 
 from model.checkpoint import load_model
 from model.llama import Llama
 from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig
 from rayjob.corpus.blocks import Manifest
-from rayjob.training.ddp import wrap
+from rayjob.training.ddp import Parallel, wrap
 from rayjob.training.evaluation import Evaluation, evaluate
 from rayjob.training.failure import write_failure
 from rayjob.training.feed import StepFeed, open_windows
@@ -149,7 +148,7 @@ def _start_or_resume(
     return model, optimizer, state
 
 
-def _settle_buckets(ddp: DistributedDataParallel, feed: StepFeed, precision: torch.dtype) -> None:
+def _settle_buckets(ddp: Parallel, feed: StepFeed, precision: torch.dtype) -> None:
     """Lets DDP group its gradients before the first step.
 
     DDP regroups them after its first backward, and the order of summation depends on the groups. Without this a
