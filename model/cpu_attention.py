@@ -6,7 +6,7 @@ a batched product: at 512 tokens attention then takes a quarter of a step whose 
 1. Queries are cut into blocks. A block sees the keys up to its own end: what is above the diagonal is left out.
 2. The query heads of a group stand below each other and share one product with their key head: nothing is repeated,
    and the sum over the group in the gradients of keys and values is the product's own.
-3. Softmax and sums are fp32. The probabilities are kept in bf16 for backward.
+3. Softmax and sums are fp32. Backward computes the probabilities again: kept, they would be a fifth of all activations.
 
 `scaled_dot_product_attention` is the reference, and what runs everywhere else.
 
@@ -34,18 +34,16 @@ class CausalAttentionFunction(torch.autograd.Function):
         K = k.shape[1]
         keys, values = k.reshape(B * K, T, E), v.reshape(B * K, T, E)
         y = q.new_empty(B, T, H, E)
-        probabilities = []
         for begin, end in _blocks(T):
-            scores = _rows(q, K, begin, end) @ keys[:, :end].transpose(1, 2)  # (B K, G R, S)
-            probabilities.append(_softmax(scores, E**-0.5, begin, end))
-            _rows_of(y, K, begin, end).copy_(_by_head(probabilities[-1] @ values[:, :end], B, K, end - begin))
-        ctx.save_for_backward(q, k, v, y, *probabilities)
+            p = _probabilities(_rows(q, K, begin, end), keys[:, :end], begin, end)
+            _rows_of(y, K, begin, end).copy_(_by_head(p @ values[:, :end], B, K, end - begin))
+        ctx.save_for_backward(q, k, v, y)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, y, *probabilities = ctx.saved_tensors
+        q, k, v, y = ctx.saved_tensors
         B, H, T, E = q.shape
         K = k.shape[1]
         keys, values = k.reshape(B * K, T, E), v.reshape(B * K, T, E)
@@ -54,8 +52,9 @@ class CausalAttentionFunction(torch.autograd.Function):
         q_grad = q.new_empty(B, T, H, E)
         # Summed over the blocks in fp32: in bf16 it would lose what the later ones add.
         k_grad, v_grad = (torch.zeros(B * K, T, E, dtype=torch.float32) for _ in range(2))
-        for (begin, end), p in zip(_blocks(T), probabilities, strict=True):
+        for begin, end in _blocks(T):
             rows, row_grads = _rows(q, K, begin, end), _rows(y_grad.transpose(1, 2), K, begin, end)
+            p = _probabilities(rows, keys[:, :end], begin, end)
             v_grad[:, :end] += p.transpose(1, 2) @ row_grads
             scores_grad = (row_grads @ values[:, :end].transpose(1, 2)).float()
             scores_grad.sub_(taken[:, :, begin:end].reshape(B * K, -1, 1)).mul_(p).mul_(E**-0.5)
@@ -69,13 +68,13 @@ def _blocks(n_tokens: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + BLOCK, n_tokens)) for begin in range(0, n_tokens, BLOCK)]
 
 
-def _softmax(scores: Tensor, scale: float, begin: int, end: int) -> Tensor:
-    """Returns the probabilities of a block's scores (B K, G R, S) over the keys up to each query's own."""
-    wide = scores.float().mul_(scale)
+def _probabilities(rows: Tensor, keys: Tensor, begin: int, end: int) -> Tensor:
+    """Returns the probabilities (B K, G R, S) of a block's rows over the keys (B K, S, E) up to each query's own."""
     R = end - begin
+    scores = (rows @ keys.transpose(1, 2)).float().mul_(rows.shape[-1] ** -0.5)
     later = torch.full((R, R), -torch.inf).triu_(1)
-    torch.unflatten(wide, 1, (-1, R))[..., begin:].add_(later)
-    return torch.softmax(wide, dim=-1).to(scores.dtype)
+    torch.unflatten(scores, 1, (-1, R))[..., begin:].add_(later)
+    return torch.softmax(scores, dim=-1).to(rows.dtype)
 
 
 def _rows(q: Tensor, n_kv_heads: int, begin: int, end: int) -> Tensor:
