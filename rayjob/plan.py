@@ -56,7 +56,7 @@ def make_plan(config: JobConfig) -> dict[str, Any]:
         "mfu_pct": round(mfu_pct or ASSUMED_MFU_PCT, 1),
         "mfu_basis": f"measured over {len(rows)} steps of {config.run_name}" if mfu_pct else "assumed",
         "measured": _measured(config, rows, steps),
-        "gpus": config.train.num_workers,
+        "gpus": config.train.max_workers,
         "memory_per_gpu_gib": round(memory_per_gpu_gib(config), 1),
         "checkpoint_gib": round(checkpoint_bytes(config.model) / _GIB, 2),
         "disk_gib": round(_disk_bytes(config, tokens) / _GIB, 1),
@@ -108,7 +108,7 @@ def _text_bytes(config: JobConfig) -> int:
 
 def _on(gpu: Gpu, config: JobConfig, tokens: int, mfu_pct: float) -> dict[str, Any]:
     """Time and cost on the configured number of GPUs at `mfu_pct`, and on other numbers by the model of a step."""
-    n_gpus = config.train.num_workers
+    n_gpus = config.train.max_workers
     step_s = _step_s(config, gpu, n_gpus, mfu_pct)
     efficiency = fit_efficiency(config, gpu, n_gpus, step_s)
     counts = {n: step_time(config, gpu, n, efficiency).step_s for n in GPU_COUNTS}
@@ -166,7 +166,7 @@ def _measured(config: JobConfig, rows: list[MetricsRow], steps: int) -> dict[str
     tokens_per_s = statistics.median(row.tokens_per_s for row in rows)
     step_s = config.tokens_per_step / tokens_per_s
     left_s = max(0, steps - rows[-1].step) * step_s
-    usd_per_s = config.cost.gpu_usd_per_hour * config.train.num_workers / 3600
+    usd_per_s = config.cost.gpu_usd_per_hour * config.train.max_workers / 3600
     return {
         "steps": len(rows),
         "tokens_per_s": round(tokens_per_s, 1),

@@ -57,7 +57,7 @@ def profile_steps(config: JobConfig, n_steps: int = 3) -> Profile:
     """
     folder = config.run_folder / "profile"
     folder.mkdir(parents=True, exist_ok=True)
-    n_workers = config.train.num_workers
+    n_workers = config.train.max_workers
     windows = random_windows(config, config.train.global_batch_size)
     with lone_process_group(config.train.use_gpu) as device:
         worker = LoneWorker(config, windows, device, _WARM_UP_STEPS + 2 * n_steps, n_workers)

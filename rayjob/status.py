@@ -9,9 +9,10 @@ from typing import Any
 from model.checkpoint import best_checkpoint, latest_checkpoint
 from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
+from rayjob.training.attempt import STARTS_FILE
+from rayjob.training.gradient_watch import OUTLIER_Z
 from rayjob.training.metrics import MetricsRow, read_metrics
 from rayjob.training.mlflow_sink import read_run_id
-from rayjob.training.recorder import STARTS_FILE
 
 _STAGE_FILE = "stage.json"
 _RATE_STEPS = 50  # the rate is the median of the last steps
@@ -51,6 +52,8 @@ def read_status(config: JobConfig) -> dict[str, Any]:
         "eta_s": _eta_s(last, max_steps, rate),
         "cost_usd": last.cost_usd if last else 0.0,
         "restarts": _restarts(folder),
+        "skipped_steps": sum(row.skipped for row in rows),
+        "gradient_outliers": sum(row.grad_z is not None and row.grad_z > OUTLIER_Z for row in rows),
     }
 
 

@@ -69,12 +69,11 @@ class LoneWorker:
         return train_step(
             self._ddp,
             self._optimizer,
-            batch.micro_batches,
-            n_tokens=batch.n_tokens,
+            batch,
             lr=learning_rate(self._config.optimizer, index, self._n_steps),
             grad_clip=self._config.train.grad_clip,
             precision=self.precision,
-            wishes=Wishes(),
+            wishes=Wishes,
         )
 
 

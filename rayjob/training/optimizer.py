@@ -106,6 +106,15 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return tensors
 
 
+def weights_of_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Returns, by the names of `optimizer_tensors`, the weight that each moment belongs to and has the shape of."""
+    weights: dict[str, Tensor] = {}
+    for moment in (*_ADAMW_MOMENTS, *_MUON_MOMENTS):
+        of_parameters = {name: p for name, p in model.named_parameters() if moment in _moments_of(optimizer, name)}
+        weights |= {f"{moment}.{name}": part for name, part in split_parts(model, of_parameters).items()}
+    return weights
+
+
 def load_optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], step: int
 ) -> None:
@@ -116,9 +125,8 @@ def load_optimizer_tensors(
     """
     by_moment = {moment: _of_moment(model, tensors, moment) for moment in (*_ADAMW_MOMENTS, *_MUON_MOMENTS)}
     for name, parameter in model.named_parameters():
-        is_muon = isinstance(optimizer, MuonAndAdamW) and optimizer.has_momentum(name)
         state = optimizer.state[parameter]
-        for moment in _MUON_MOMENTS if is_muon else _ADAMW_MOMENTS:
+        for moment in _moments_of(optimizer, name):
             if name not in by_moment[moment]:
                 raise CheckpointError(
                     f"the checkpoint has no {moment} of {name}, so another optimizer trained it: "
@@ -126,6 +134,12 @@ def load_optimizer_tensors(
                 )
             state[moment] = by_moment[moment][name].to(parameter.device, copy=True)
             state["step"] = torch.tensor(float(step), device=parameter.device)
+
+
+def _moments_of(optimizer: torch.optim.Optimizer, name: str) -> tuple[str, ...]:
+    """Returns the moments that the optimizer keeps of the parameter of this name."""
+    is_muon = isinstance(optimizer, MuonAndAdamW) and optimizer.has_momentum(name)
+    return _MUON_MOMENTS if is_muon else _ADAMW_MOMENTS
 
 
 def _of_moment(model: nn.Module, tensors: Mapping[str, Tensor], moment: str) -> dict[str, Tensor]:
