@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         ("run", "prepare, train, evaluate the best checkpoint"),
         ("status", "where the run stands"),
         ("plan", "parameters, steps, time and cost, before money is spent"),
+        ("profile", "where the time of a step goes: a trace and the dearest operators, without Ray"),
         ("eval", "evaluate a checkpoint"),
         ("show-config", "the resolved configuration"),
         ("show-window", "the documents and the text of training windows, by id"),
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--split", choices=("train", "val"), default="train", help="side of the corpus")
         else:
             command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted key and YAML value")
-        if name in ("status", "plan", "show-config", "show-window"):
+        if name in ("status", "plan", "profile", "show-config", "show-window"):
             command.add_argument("--json", action="store_true", help="one JSON object on one line")
         if name == "eval":
             command.add_argument(
@@ -92,12 +93,17 @@ def _run(args: argparse.Namespace, config: JobConfig) -> int:
 
 
 def _inspect(args: argparse.Namespace, config: JobConfig) -> None:
-    """Prints what can be said without starting anything."""
+    """Prints what can be said without starting Ray."""
     if args.command == "plan":
         from rayjob.plan import make_plan, render_plan
 
         plan = make_plan(config)
         print(json.dumps(plan) if args.json else render_plan(plan))
+    elif args.command == "profile":
+        from rayjob.profile import profile_steps, render_profile
+
+        found = profile_steps(config)
+        print(json.dumps(found.to_json()) if args.json else render_profile(found))
     elif args.command == "status":
         from rayjob.status import read_status
 

@@ -25,6 +25,7 @@ from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
 from rayjob.lease import Fence, hold_run
 from rayjob.lock import WaitCancelled
+from rayjob.plan import plan_line
 from rayjob.status import set_stage
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
@@ -108,6 +109,7 @@ def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
     if _is_spent(config):
         set_stage(config, Outcome.BUDGET.value, n_steps)
         return Outcome.BUDGET
+    logger.info(plan_line(config))
     with _stage(config, "train", n_steps):
         connect()
         outcome = job.train(config, corpus, stop, fence)

@@ -73,10 +73,14 @@ class TrainConfig:
     epochs: int = 3
     max_steps: int | None = None  # replaces `epochs` when set
     precision: Literal["bf16", "fp32"] = "bf16"
-    compile: bool = False
+    compile: bool | None = None  # torch.compile; None: on GPUs, where it pays
     eval_interval: int = 500  # steps; the last step is always evaluated
     grad_clip: float = 1.0
     step_timeout_s: float = 120.0  # a collective that takes longer is a hung worker
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.use_gpu if self.compile is None else self.compile
 
     @property
     def min_workers(self) -> int:
@@ -123,10 +127,14 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
+    name: Literal["adamw", "muon"] = "adamw"  # muon: the matrices of the layers; embedding and norms stay with AdamW
     lr: float = 3e-4
     min_lr: float = 3e-5
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warm-up, stable, decay
     warmup_steps: int = 2_000
+    decay_fraction: float = 0.2  # of the run's steps, at its end, in which wsd falls to min_lr
     betas: tuple[float, float] = (0.9, 0.95)
+    momentum: float = 0.95  # of muon
     weight_decay: float = 0.1  # on matrices only
 
     def problems(self) -> list[str]:
@@ -137,8 +145,12 @@ class OptimizerConfig:
             found.append(f"optimizer.min_lr={self.min_lr} must be in [0, optimizer.lr={self.lr}].")
         if self.warmup_steps < 0:
             found.append(f"optimizer.warmup_steps={self.warmup_steps} must not be negative.")
+        if not 0 < self.decay_fraction <= 1:
+            found.append(f"optimizer.decay_fraction={self.decay_fraction} must be in (0, 1]; 0.2 is usual.")
         if not all(0 <= beta < 1 for beta in self.betas):
             found.append(f"optimizer.betas={list(self.betas)} must both be in [0, 1).")
+        if not 0 <= self.momentum < 1:
+            found.append(f"optimizer.momentum={self.momentum} must be in [0, 1); 0.95 is usual.")
         if not 0 <= self.weight_decay < math.inf:
             found.append(f"optimizer.weight_decay={self.weight_decay} must not be negative.")
         return found

@@ -93,8 +93,9 @@ def find_bad_number(model: Llama, batch: StepBatch, precision: torch.dtype) -> B
 
 
 def _first_bad_tensor(model: Llama, inputs: Tensor, targets: Tensor, precision: torch.dtype) -> str | None:
-    with _watched_outputs(model) as bad_outputs, autocast(inputs.device, precision):
-        sums = model.forward(inputs, targets)  # not model(): what was compiled calls no hooks
+    eagerly = torch.compiler.set_stance("force_eager")  # what is compiled calls no hooks
+    with _watched_outputs(model) as bad_outputs, autocast(inputs.device, precision), eagerly:
+        sums = model(inputs, targets)
     if bad_outputs:
         return f"the output of {bad_outputs[0]}"
     if not _is_finite(sums.nats):

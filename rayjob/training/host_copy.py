@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.llama import Llama
-from rayjob.training.optimizer import MOMENTS, optimizer_tensors
+from rayjob.training.optimizer import optimizer_tensors, weights_of_moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Share:
     moments: tuple[str, ...]  # names as in `optimizer_tensors`
 
 
-def deal_shares(model: Llama, n_shares: int) -> list[Share]:
+def deal_shares(model: Llama, optimizer: torch.optim.Optimizer, n_shares: int) -> list[Share]:
     """Deals weights and moments into shares of about equally many bytes; the first has the weights' one file."""
-    sizes = {f"{moment}.{name}": p.numel() for moment in MOMENTS for name, p in model.named_parameters()}
+    sizes = {name: weight.numel() for name, weight in weights_of_moments(model, optimizer).items()}
     loads = [sum(p.numel() for p in model.parameters())] + [0] * (n_shares - 1)
     moments: list[list[str]] = [[] for _ in range(n_shares)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):  # the largest first, each to the least loaded
@@ -38,16 +38,17 @@ class HostCopy:
 
     Args:
         model: whose parameters have the share's shapes.
+        optimizer: the model's.
         share: the rank's, None if it writes nothing.
     """
 
-    def __init__(self, model: Llama, share: Share | None) -> None:
+    def __init__(self, model: Llama, optimizer: torch.optim.Optimizer, share: Share | None) -> None:
         self._device = next(model.parameters()).device
         weights = model.state_dict() if share and share.has_weights else {}
-        parameters = dict(model.named_parameters())
+        like = weights_of_moments(model, optimizer)
         moments = share.moments if share else ()
         self.weights = {name: self._allocate(tensor) for name, tensor in weights.items()}
-        self.moments = {name: self._allocate(parameters[name.partition(".")[2]]) for name in moments}
+        self.moments = {name: self._allocate(like[name]) for name in moments}
         self.rng: dict[str, Tensor] = {}
 
     def fill(self, model: Llama, optimizer: torch.optim.Optimizer) -> None:

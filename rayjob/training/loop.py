@@ -24,17 +24,17 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.train import Checkpoint, CheckpointUploadMode
-from torch.nn.parallel import DistributedDataParallel
 
 from model.checkpoint import load_model
 from model.checkpoint_writer import remove_leftovers
 from model.llama import Llama
 from model.tokenizer import Tokenizer
-from rayjob.config import JobConfig, TrainConfig
+from rayjob.config import JobConfig
 from rayjob.corpus.blocks import Manifest
 from rayjob.lease import Fence
 from rayjob.training.attempt import Attempt, begin_attempt
 from rayjob.training.bad_numbers import BadSteps
+from rayjob.training.ddp import Parallel, wrap
 from rayjob.training.evaluation import Evaluation, EvaluationAbandoned, evaluate
 from rayjob.training.failure import (
     forget_passed_errors,
@@ -110,7 +110,7 @@ class TrainWorker:
         self.model, self.optimizer, self.state = _start_or_resume(config, manifest, self.tokenizer, device)
         attempt = _begin_attempt(task, self.state, device)
         self.state = dataclasses.replace(self.state, run_id=attempt.run_id)
-        self.ddp = _wrap(self.model, config.train, device)
+        self.ddp = wrap(self.model, config.train, device)
         _settle_buckets(self.ddp, self.feed, self.precision)
         self.bad_steps = BadSteps(self.model, self.precision, config.failure.max_bad_steps)
         self.recorder = (
@@ -275,7 +275,7 @@ def _set_up_device(n_workers: int) -> torch.device:
 
 def _start_or_resume(
     config: JobConfig, manifest: Manifest, tokenizer: Tokenizer, device: torch.device
-) -> tuple[Llama, torch.optim.AdamW, RunState]:
+) -> tuple[Llama, torch.optim.Optimizer, RunState]:
     identity = RunIdentity.of(config, manifest.hash, tokenizer.hash)
     # Rank 0 looks and tells the others, so that all go on from the same folder.
     folder = _from_rank_0(settle_checkpoints(config.run_folder) if dist.get_rank() == 0 else None, device)
@@ -309,19 +309,7 @@ def _begin_attempt(task: TrainTask, state: RunState, device: torch.device) -> At
     return attempt
 
 
-def _wrap(model: Llama, train: TrainConfig, device: torch.device) -> DistributedDataParallel:
-    # compile() in place keeps the parameter names of checkpoints free of a wrapper's prefix.
-    if train.compile:
-        model.compile()
-    return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        forward_sync_buffers=False,
-    )
-
-
-def _settle_buckets(ddp: DistributedDataParallel, feed: StepFeed, precision: torch.dtype) -> None:
+def _settle_buckets(ddp: Parallel, feed: StepFeed, precision: torch.dtype) -> None:
     """Lets DDP group its gradients before the first step.
 
     DDP regroups them after its first backward, and the order of summation depends on the groups. Without this a

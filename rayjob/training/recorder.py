@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from rayjob.config import JobConfig
-from rayjob.hardware import find_gpu, mfu_pct
+from rayjob.hardware import mfu_pct
 from rayjob.lease import Fence
 from rayjob.training.background_files import BackgroundFiles
 from rayjob.training.feed import StepBatch
 from rayjob.training.gradient_watch import OUTLIER_Z, GradientWatch
 from rayjob.training.metrics import MetricsRow, MetricsWriter, Spent, parse_line, read_metrics, read_spent
+from rayjob.training.peak import peak_of
 from rayjob.training.preemption import StopListener
 from rayjob.training.sample import write_sample
 from rayjob.training.saving import RunState, SavePolicy
@@ -62,9 +63,7 @@ class Recorder:
         self._files = BackgroundFiles()
         self._gradients = GradientWatch(row.grad_norm for row in read_metrics(config.run_folder))
         self._started_at_s = time.monotonic()
-        self._gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        if device.type == "cuda" and self._gpu is None:
-            logger.warning("No peak is known for %s: mfu_pct stays empty.", torch.cuda.get_device_name(device))
+        self._peak = peak_of(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
 
     def wishes(self, step: int) -> Wishes:
         """Returns what rank 0 asks of all workers at the end of `step`."""
@@ -162,6 +161,6 @@ class Recorder:
         return Spent(self._spent.elapsed_s + elapsed_s, self._spent.cost_usd + elapsed_s * usd_per_s)
 
     def _mfu_pct(self, tokens_per_s: float) -> float | None:
-        if self._gpu is None:
+        if self._peak is None:
             return None
-        return mfu_pct(self._config.model.flops_per_token, tokens_per_s, self._n_workers, self._gpu)
+        return mfu_pct(self._config.model.flops_per_token, tokens_per_s, self._n_workers, self._peak.tflops)

@@ -99,9 +99,9 @@ class Saver:
         self._rank, self._n_ranks = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_AGREEMENT_TIMEOUT)
         self._writers = self._find_writers()
-        shares = dict(zip(self._writers, deal_shares(model, len(self._writers)), strict=True))
+        shares = dict(zip(self._writers, deal_shares(model, optimizer, len(self._writers)), strict=True))
         self._share = shares.get(self._rank)
-        self._free_copies = [HostCopy(model, self._share)]
+        self._free_copies = [HostCopy(model, optimizer, self._share)]
         self._running: _Save | None = None
         self._waiting: _Save | None = None
         self._thread: threading.Thread | None = None
@@ -186,7 +186,7 @@ class Saver:
             self._thread.join()  # it may still be removing old checkpoints
 
     def _copy(self, state: RunState) -> _Save:
-        copy = self._free_copies.pop() if self._free_copies else HostCopy(self._model, self._share)
+        copy = self._free_copies.pop() if self._free_copies else HostCopy(self._model, self._optimizer, self._share)
         copy.fill(self._model, self._optimizer)
         return _Save(state, copy)
 

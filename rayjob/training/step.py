@@ -16,8 +16,8 @@ from dataclasses import astuple, dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from rayjob.training.ddp import Parallel
 from rayjob.training.feed import StepBatch
 from rayjob.training.optimizer import set_learning_rate
 
@@ -62,7 +62,7 @@ class StepResult:
 
 
 def train_step(
-    ddp: DistributedDataParallel,
+    ddp: Parallel,
     optimizer: torch.optim.Optimizer,
     batch: StepBatch,
     *,
@@ -91,7 +91,7 @@ def train_step(
 
 
 def _accumulate_gradients(
-    ddp: DistributedDataParallel,
+    ddp: Parallel,
     micro_batches: Sequence[tuple[Tensor, Tensor]],
     n_tokens: int,
     precision: torch.dtype,

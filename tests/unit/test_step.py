@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.config import ModelConfig
 from model.llama import Llama
-from rayjob.config import OptimizerConfig
+from rayjob.config import OptimizerConfig, TrainConfig
 from rayjob.training.bad_numbers import BadSteps
+from rayjob.training.ddp import wrap
 from rayjob.training.feed import StepFeed, Windows
 from rayjob.training.optimizer import build_optimizer
 from rayjob.training.schedule import WindowOrder
@@ -42,7 +43,7 @@ def run_worker(rank: int, case: Case, port: int) -> dict[str, Any]:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.n_workers)
     model = Llama(CONFIG)
     model.init_weights(0)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+    ddp = wrap(model, TrainConfig(use_gpu=False), torch.device("cpu"))
     reduced: list[int] = []
 
     def count(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -50,7 +51,8 @@ def run_worker(rank: int, case: Case, port: int) -> dict[str, Any]:
         work = dist.all_reduce(bucket.buffer().div_(case.n_workers), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    ddp.register_comm_hook(None, count)
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.register_comm_hook(None, count)
     optimizer = build_optimizer(model, OptimizerConfig())
     stream = np.random.default_rng(1).integers(0, 64, case.n_windows * 16 + 1).astype(np.uint16)
     windows = Windows(stream, 16)
