@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from rayjob import lease
-from rayjob.lease import Fence, Holder, LeaseLostError, hold_run
+from rayjob.lease import Fence, Holder, LeaseLostError, check_free, hold_run
 from rayjob.lock import LockedError
 
 # Holds the run and writes a line at each turn, as a worker does: never without asking the fence.
@@ -90,6 +90,20 @@ def test_second_driver_is_refused_at_once_by_the_kernel_s_lock(
     holder.send_signal(signal.SIGSTOP)  # stopped, but not dead: it may go on at any time
     with pytest.raises(LockedError, match=f"run x is in use by process {holder.pid} on "), hold_run(tmp_path, "run x"):
         pytest.fail("the run is held by another process")
+
+
+def test_driver_is_refused_early_and_changes_nothing(
+    tmp_path: Path, start: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    check_free(tmp_path, "run x")
+    assert list(tmp_path.iterdir()) == [], "a run that is new"
+    holder = start("flock")
+    with pytest.raises(LockedError, match=f"run x is in use by process {holder.pid} on "):
+        check_free(tmp_path, "run x")
+    assert newest(tmp_path).name == "00000001.json"
+    holder.kill()
+    holder.wait()
+    check_free(tmp_path, "run x")
 
 
 @pytest.mark.usefixtures("_no_flock")
