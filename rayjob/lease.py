@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 BEAT_S = 1.0
 SILENT_S = 10.0  # ten beats: on a machine with all CPUs busy a beat comes late
 _POLL_S = 0.2
-_LOCK_FILE = "driver.lock"
 _GONE = (errno.ENOENT, errno.ESTALE)  # the second from network file systems
 
 
@@ -111,7 +110,7 @@ def hold_run(run_folder: Path, what: str, on_loss: Callable[[LeaseLostError], No
     Raises:
         LockedError: a living driver has the run; the message names it.
     """
-    with exclusive(run_folder / _LOCK_FILE, what):
+    with exclusive(run_folder / "driver.lock", what):
         lease = _Lease(_take(run_folder / "lease", what), on_loss or _end_process)
         try:
             yield lease.fence
@@ -119,11 +118,12 @@ def hold_run(run_folder: Path, what: str, on_loss: Callable[[LeaseLostError], No
             lease.release()
 
 
-def check_free(run_folder: Path, what: str) -> None:
-    """Raises LockedError if a driver of this machine has the run: an early answer, before anything slow is loaded."""
-    if (run_folder / _LOCK_FILE).exists():
-        with exclusive(run_folder / _LOCK_FILE, what):
-            pass
+def reserve(run_folder: Path, what: str) -> AbstractContextManager[None]:
+    """Keeps every other driver of this machine out for the block, before anything slow is loaded to hold the run.
+
+    Raises LockedError, naming it, if there is one already.
+    """
+    return exclusive(run_folder / "start.lock", what)
 
 
 def _end_process(error: LeaseLostError) -> None:
