@@ -22,6 +22,8 @@ from model.complete import CheckpointError
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import load_config
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
+from rayjob.lease import reserve
+from rayjob.lock import LockedError
 
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR}
@@ -150,21 +152,29 @@ def _show_windows(args: argparse.Namespace) -> int:
 def _work(command: str, config: JobConfig) -> int:
     """Runs a command that may take hours: it can be stopped, and its faults become one message."""
     stop = _stop_on_signals()  # before the imports below, which take seconds
+    if command == "prepare":
+        return _do(command, config, stop)
+    try:
+        with reserve(config.run_folder, f"run {config.run_name}"):
+            return _do(command, config, stop)
+    except LockedError as error:
+        print(error, file=sys.stderr)
+        return BAD_USAGE
 
+
+def _do(command: str, config: JobConfig, stop: threading.Event) -> int:
+    """Runs the command with all that it needs, and returns its exit code."""
     from ray.exceptions import RayActorError
     from ray.train import TrainingFailedError
 
     from rayjob import commands
     from rayjob.connection import ConnectCancelled
-    from rayjob.lock import LockedError, WaitCancelled
+    from rayjob.lock import WaitCancelled
     from rayjob.training.failure import RunFailedError
     from rayjob.training.job import Outcome
 
     try:
         outcome = {"prepare": commands.prepare, "train": commands.train, "run": commands.run}[command](config, stop)
-    except LockedError as error:
-        print(error, file=sys.stderr)
-        return BAD_USAGE
     except (ConnectCancelled, PrepareCancelled, WaitCancelled) as error:
         logger.warning("%s Run the same command again to go on.", error)
         return STOPPED

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +116,14 @@ def hold_run(run_folder: Path, what: str, on_loss: Callable[[LeaseLostError], No
             yield lease.fence
         finally:
             lease.release()
+
+
+def reserve(run_folder: Path, what: str) -> AbstractContextManager[None]:
+    """Keeps every other driver of this machine out for the block, before anything slow is loaded to hold the run.
+
+    Raises LockedError, naming it, if there is one already.
+    """
+    return exclusive(run_folder / "start.lock", what)
 
 
 def _end_process(error: LeaseLostError) -> None:

@@ -73,6 +73,13 @@ class Parts:
                 return
 
 
+def family(pid: int) -> list[psutil.Process]:
+    """Returns a process and all that descend from it; nothing if it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [(parent := psutil.Process(pid)), *parent.children(recursive=True)]
+    return []
+
+
 def kill(victims: Sequence[psutil.Process]) -> None:
     """kill -9 of all, stopped first so that none sees another die; waits until they are gone."""
     for number in (signal.SIGSTOP, signal.SIGKILL):

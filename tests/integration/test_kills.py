@@ -8,7 +8,6 @@ the supervisor itself) are killed in tests/e2e/test_supervise.py.
 import random
 from pathlib import Path
 
-import psutil
 import pytest
 
 from model.checkpoint import list_checkpoints
@@ -41,8 +40,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def local_parts(job: Job, pid: int) -> kills.Parts:
     """The processes of a driver that has a local Ray of its own."""
-    driver = psutil.Process(pid)
-    return kills.Parts(lambda: [driver, *driver.children(recursive=True)], job.run_folder)
+    return kills.Parts(lambda: kills.family(pid), job.run_folder)
 
 
 def test_run_killed_everywhere_at_every_kind_of_moment_ends_as_the_undisturbed_one(corpus: Path, storage: Path) -> None:
@@ -80,7 +78,7 @@ def test_run_killed_everywhere_at_every_kind_of_moment_ends_as_the_undisturbed_o
     assert kills.last_step(folder) > epoch
     # The driver with its cluster, further on.
     kills.wait_until(kills.from_step(folder, kills.last_step(folder) + rng.randint(5, 20)), "a further step")
-    kills.kill([psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)])
+    kills.kill(kills.family(driver.pid))
     driver.wait()
     assert kills.last_step(folder) < n_steps, "it was to be killed before its end"
 

@@ -228,20 +228,23 @@ def test_of_two_drivers_at_once_one_is_refused_and_one_that_lost_its_lease_write
     """The takeover is what another driver does on storage without locks, once it takes this one for dead."""
     job = Job(corpus, storage, "twice", "train.max_steps=100000")
     drivers, begun_at_s = [job.start(), job.start()], time.monotonic()
-    while all(driver.poll() is None for driver in drivers):
-        assert time.monotonic() - begun_at_s < 15, "the second must be refused by then"
-        time.sleep(0.1)
-    refused, winner = sorted(drivers, key=lambda driver: driver.poll() is None)
-    assert refused.returncode == 2
-    assert f"run twice is in use by process {winner.pid}" in job.log.read_text()
-    (lease,) = (job.run_folder / "lease").iterdir()
-    assert lease.name == "00000001.json", "the refused one has taken none"
+    try:
+        while all(driver.poll() is None for driver in drivers):
+            assert time.monotonic() - begun_at_s < 15, "the second must be refused by then"
+            time.sleep(0.1)
+        refused, winner = sorted(drivers, key=lambda driver: driver.poll() is None)
+        assert refused.returncode == 2
+        assert f"run twice is in use by process {winner.pid}" in job.log.read_text()
+        job.wait_for_step(30, winner)
+        (lease,) = (job.run_folder / "lease").iterdir()
+        assert lease.name == "00000001.json", "the refused one has taken none"
 
-    job.wait_for_step(30, winner)
-    lease.with_name("00000002.json").touch()
-    lease.unlink()
-    assert winner.wait(timeout=60) == 1
-    assert "attempt 1 has lost" in job.log.read_text()
+        lease.with_name("00000002.json").touch()
+        lease.unlink()
+        assert winner.wait(timeout=60) == 1
+        assert "attempt 1 has lost" in job.log.read_text()
+    finally:
+        kills.kill([process for driver in drivers for process in kills.family(driver.pid)])
     left = {path: path.stat().st_mtime_ns for path in job.run_folder.rglob("*")}
     assert job.status()["stage"] == "train", "the stage is the other's to write"
     assert {path: path.stat().st_mtime_ns for path in job.run_folder.rglob("*")} == left

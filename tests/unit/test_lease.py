@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from rayjob import lease
-from rayjob.lease import Fence, Holder, LeaseLostError, hold_run
+from rayjob.lease import Fence, Holder, LeaseLostError, hold_run, reserve
 from rayjob.lock import LockedError
 
 # Holds the run and writes a line at each turn, as a worker does: never without asking the fence.
@@ -90,6 +90,17 @@ def test_second_driver_is_refused_at_once_by_the_kernel_s_lock(
     holder.send_signal(signal.SIGSTOP)  # stopped, but not dead: it may go on at any time
     with pytest.raises(LockedError, match=f"run x is in use by process {holder.pid} on "), hold_run(tmp_path, "run x"):
         pytest.fail("the run is held by another process")
+
+
+def test_driver_is_refused_before_another_has_more_than_begun(tmp_path: Path) -> None:
+    with (
+        reserve(tmp_path, "run x"),
+        pytest.raises(LockedError, match=f"run x is in use by process {os.getpid()} on "),
+        reserve(tmp_path, "run x"),
+    ):
+        pytest.fail("another has begun")
+    with reserve(tmp_path, "run x"), hold_run(tmp_path, "run x") as fence:
+        assert fence.attempt == 1
 
 
 @pytest.mark.usefixtures("_no_flock")
