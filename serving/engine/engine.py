@@ -39,6 +39,7 @@ from serving.engine.stream import (
 __all__ = [
     "Engine",
     "EngineClosed",
+    "EngineSequence",
     "IndexedDelta",
     "Load",
     "QueueFull",

@@ -100,7 +100,9 @@ def make_engines(
             num_threads=args.threads,
         )
         ttft_ms[dtype] = measure_ttft_ms(engine, args)
-        engines[f"engine_{dtype}"] = lambda prompts, engine=engine: asyncio.run(decode_all(engine, prompts, args.tokens))
+        engines[f"engine_{dtype}"] = lambda prompts, engine=engine: asyncio.run(
+            decode_all(engine, prompts, args.tokens)
+        )
     if not args.no_peers:
         engines["transformers_bfloat16"] = transformers_engine(folder, args)
         if importlib.util.find_spec("ctranslate2"):

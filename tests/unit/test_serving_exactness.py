@@ -137,7 +137,9 @@ def test_sampled_text_is_that_of_naive_generation(served: ServedModel) -> None:
     with running_engine(served) as engine:
         found = run(decode(engine, specs))
     for ours, oracle in zip(found, wanted, strict=True):
-        assert [(d.token, d.text, d.finish_reason) for d in ours] == [(d.token, d.text, d.finish_reason) for d in oracle]
+        assert [(d.token, d.text, d.finish_reason) for d in ours] == [
+            (d.token, d.text, d.finish_reason) for d in oracle
+        ]
         # 1e-4: fp32 products of other shapes sum in another order.
         assert [d.logprob for d in ours] == pytest.approx([d.logprob for d in oracle], abs=1e-4)
 
@@ -233,7 +235,7 @@ def test_prompt_scores_are_the_log_softmax_of_a_direct_forward(served: ServedMod
         for spec, scores in zip(specs, stream.prompt_scores, strict=True):
             assert scores is not None
             logprobs = served.model(torch.tensor([spec.prompt]))[0].log_softmax(-1)[:-1]
-            own = [float(row[token]) for row, token in zip(logprobs, spec.prompt[1:], strict=True)]
+            own = [row[token].item() for row, token in zip(logprobs, spec.prompt[1:], strict=True)]
             # 1e-4: fp32 products of other shapes sum in another order.
             assert scores.logprobs == pytest.approx(own, abs=1e-4)
             for row, top in zip(logprobs, scores.top_logprobs, strict=True):
