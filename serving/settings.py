@@ -9,7 +9,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_ONGOING_REQUESTS = 1024
 """Requests that Ray Serve lets into a replica: above slots + queue, so that our 429 comes before its 503."""
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ class Engine:
             served: The model; its own weights stay as they are.
             num_slots: Sequences decoded together.
             max_waiting: Sequences that may wait beyond them.
-            dtype: Of the weights and the cache while decoding.
+            dtype: Of the weights and the cache while decoding; int8 stands for the weights of decode steps alone,
+                all else is bfloat16 then.
             num_threads: CPUs that compute; None leaves what is set for the process.
         """
         self.served = served

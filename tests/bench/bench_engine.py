@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="tokens to make for each prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["float32", "bfloat16", "int8"])
     parser.add_argument("--no-peers", action="store_true", help="measure our engine alone")
     return parser.parse_args()
 
