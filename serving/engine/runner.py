@@ -13,7 +13,7 @@ from torch import Tensor
 from model.llama import Llama
 from serving.engine.scheduler import Move
 from serving.engine.slots import SlotCache
-from serving.engine.weights import LayerWeights, Weights, product, quantize, read_weights
+from serving.engine.weights import LayerWeights, Weights, pack, product, quantize, read_weights
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (N, H, E), k (N, K, E), v (N, K, E)) -> (N, H * E); it keeps k and v."""
@@ -25,8 +25,9 @@ class Runner:
     def __init__(self, model: Llama, *, num_slots: int, dtype: torch.dtype) -> None:
         self.config = model.config
         computing = torch.bfloat16 if dtype == torch.int8 else dtype
-        self._weights = read_weights(model, computing)
-        self._decode_weights = quantize(self._weights) if dtype == torch.int8 else self._weights
+        plain = read_weights(model, computing)
+        self._weights = pack(plain)
+        self._decode_weights = quantize(plain) if dtype == torch.int8 else self._weights
         self._rotary = model.model.rotary
         self._device = self._weights.embedding.device
         self._cache = SlotCache(model.config, num_slots, computing, self._device)

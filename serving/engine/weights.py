@@ -3,7 +3,7 @@
 D d_model, H n_heads, K n_kv_heads, E head_dim, V vocab_size, N rows, I and O inputs and outputs of a product
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,13 @@ class Int8Matrix(NamedTuple):
     step_size: Tensor  # (O,) bf16
 
 
-Matrix = Tensor | Int8Matrix
+class PackedMatrix(NamedTuple):
+    """A matrix in the order in which the CPU's library reads it, which it would otherwise bring about at every use."""
+
+    packed: Tensor
+
+
+Matrix = Tensor | Int8Matrix | PackedMatrix
 
 
 class LayerWeights(NamedTuple):
@@ -45,6 +51,9 @@ class Weights(NamedTuple):
 
 FAST_IN_FP32 = 32_000_000
 """Parameters up to which fp32 is fast enough on a CPU that reading half the bytes is not worth its rounding."""
+
+
+_PACKED_FOR_ROWS = 4
 
 
 def decoding_dtype(name: str, model: Llama) -> torch.dtype:
@@ -72,28 +81,47 @@ def read_weights(model: Llama, dtype: torch.dtype) -> Weights:
 
 def quantize(weights: Weights) -> Weights:
     """Returns the weights with the matrices rounded to 8 bits: half the bytes of bf16 to read for a token."""
+    return _replace_matrices(weights, _quantize)
+
+
+def pack(weights: Weights) -> Weights:
+    """Returns the weights with their bf16 matrices packed for the CPU at hand, where that pays.
+
+    Measured on one core, all products of a step of the 128.3M model: 12.0 ms in place of 19.7 at 4 rows, 45.8 in
+    place of 54.8 at 64.
+    """
+    is_bf16_on_cpu = weights.embedding.device.type == "cpu" and weights.embedding.dtype == torch.bfloat16
+    has_library = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not (is_bf16_on_cpu and has_library and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return weights
+    return _replace_matrices(weights, _pack)
+
+
+def _replace_matrices(weights: Weights, change: Callable[[Matrix], Matrix]) -> Weights:
     layers = [
-        layer._replace(
-            qkv=_quantize(layer.qkv),
-            o=_quantize(layer.o),
-            gate_up=_quantize(layer.gate_up),
-            down=_quantize(layer.down),
-        )
+        layer._replace(qkv=change(layer.qkv), o=change(layer.o), gate_up=change(layer.gate_up), down=change(layer.down))
         for layer in weights.layers
     ]
-    return weights._replace(layers=layers, head=_quantize(weights.embedding))
+    return weights._replace(layers=layers, head=change(weights.head))
 
 
 def product(x: Tensor, matrix: Matrix) -> Tensor:
     """Returns x (N, I) times the transposed matrix, (N, O)."""
     if isinstance(matrix, Int8Matrix):
         return torch._weight_int8pack_mm(x, matrix.steps, matrix.step_size)
+    if isinstance(matrix, PackedMatrix):
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix.packed, None, "none", [], "")
+        return y
     return F.linear(x, matrix)
 
 
+def _pack(matrix: Matrix) -> PackedMatrix:
+    assert isinstance(matrix, Tensor), "packed from the plain matrix"
+    return PackedMatrix(torch.ops.mkldnn._reorder_linear_weight(matrix, _PACKED_FOR_ROWS))
+
+
 def _quantize(matrix: Matrix) -> Int8Matrix:
-    if isinstance(matrix, Int8Matrix):
-        return matrix
+    assert isinstance(matrix, Tensor), "rounded from the plain matrix"
     wide = matrix.float()
     # Rounded first: the integers are then those of the step size that is kept. A row of zeros has any step.
     step_size = (wide.abs().amax(1) / 127).clamp_(min=1e-12).bfloat16()

@@ -5,7 +5,7 @@ import torch
 
 from model.config import ModelConfig
 from model.llama import Llama
-from serving.engine.weights import Int8Matrix, decoding_dtype, product, quantize, read_weights
+from serving.engine.weights import Int8Matrix, decoding_dtype, pack, product, quantize, read_weights
 
 CONFIG = ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, max_seq_len=16)
 
@@ -51,5 +51,18 @@ def test_rounding_to_8_bits_is_off_by_half_a_step_at_most(model: Llama) -> None:
 
 def test_a_row_of_zeros_stays_zero_in_8_bits(model: Llama) -> None:
     weights = read_weights(model, torch.bfloat16)
-    head = quantize(weights._replace(embedding=torch.zeros_like(weights.embedding))).head
+    head = quantize(weights._replace(head=torch.zeros_like(weights.embedding))).head
     assert torch.equal(product(torch.ones(4, 32, dtype=torch.bfloat16), head), torch.zeros(4, 64, dtype=torch.bfloat16))
+
+
+def test_packing_changes_no_product_beyond_rounding(model: Llama) -> None:
+    weights = read_weights(model, torch.bfloat16)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, wanted = product(x, pack(weights).head).float(), product(x, weights.head).float()
+    # Both sum in fp32 and round once to bf16, by 1/256 at most.
+    torch.testing.assert_close(found, wanted, rtol=2 / 256, atol=1e-3)
+
+
+def test_fp32_is_not_packed(model: Llama) -> None:
+    weights = read_weights(model, torch.float32)
+    assert pack(weights) is weights
