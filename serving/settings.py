@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_ONGOING_REQUESTS = 1024
 """Requests that Ray Serve lets into a replica: above slots + queue, so that our 429 comes before its 503."""
 FOLLOW_INTERVAL_S = 10.0
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True, slots=True)

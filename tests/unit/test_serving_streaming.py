@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from model.generate import GeneratedToken
 from serving.engine import engine as engine_module
-from serving.engine.sequence import Delta, SequenceSpec, decode_sequence
+from serving.engine.engine import EngineSequence
+from serving.engine.sequence import Delta
 from serving.http import streaming
 from serving.http.routes import create_app
 from tests.serving_checkpoint import Served, close, save_run, serve_run
@@ -26,18 +28,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 class Gate:
-    """Lets the real decoder through, one token a permit; a faulty one raises after its permits."""
+    """Lets the real engine through, one token a permit; a faulty one raises after its permits."""
 
     def __init__(self) -> None:
         self.permits = threading.Semaphore(0)
         self.is_faulty = False
+        self._take_token = engine_module.take_token
 
-    def __call__(self, model: Any, spec: SequenceSpec) -> Iterator[Delta]:
-        for delta in decode_sequence(model, spec):
-            assert self.permits.acquire(timeout=WAIT_S)
-            if self.is_faulty:
-                raise ValueError("a secret inside")
-            yield delta
+    def __call__(self, sequence: EngineSequence, picked: GeneratedToken) -> Delta:
+        assert self.permits.acquire(timeout=WAIT_S)
+        if self.is_faulty:
+            raise ValueError("a secret inside")
+        return self._take_token(sequence, picked)
 
     def permit(self, tokens: int) -> None:
         if tokens:
@@ -47,7 +49,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     held = Gate()
-    monkeypatch.setattr(engine_module, "decode_sequence", held)
+    monkeypatch.setattr(engine_module, "take_token", held)
     yield held
     held.permits.release(10_000)
 
