@@ -18,6 +18,7 @@ import ray
 import ray.train.torch
 import yaml
 from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from model.checkpoint import latest_checkpoint, read_trainer_state
 from model.tokenizer import Tokenizer
@@ -157,7 +158,9 @@ def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threadin
     # A worker that does not answer in this time is taken for dead, so Ray names it before the others' collective ends.
     settings = _RAY_TRAIN_SETTINGS | {"RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(0.8 * config.train.step_timeout_s)}
     os.environ.update({name: os.environ.get(name, value) for name, value in settings.items()})
-    stop_signal = StopSignal.remote()  # type: ignore[attr-defined]
+    # Beside the driver: on another node it could be taken away, and the workers would take the driver for gone.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    stop_signal = StopSignal.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
     task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, spent, stop_signal, fence)
     trainer = _build_trainer(config, task)
     errors: list[BaseException] = []
