@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
 from rayjob.lock import WaitCancelled, exclusive
 from rayjob.status import set_stage
+from rayjob.storage.runs import adopt_run, publish_run
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.job import Outcome
@@ -75,8 +76,18 @@ def run(config: JobConfig, stop: threading.Event) -> Outcome:
         return outcome
 
 
-def _only_driver(config: JobConfig) -> AbstractContextManager[None]:
-    return exclusive(config.run_folder / "driver.lock", f"run {config.run_name}")
+@contextmanager
+def _only_driver(config: JobConfig) -> Iterator[None]:
+    """Holds the run for the block; a run in an object store is fetched before it and published after it."""
+    with exclusive(config.run_folder / "driver.lock", f"run {config.run_name}"):
+        adopt_run(config.run_folder)
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):  # a store that is away must not hide what went wrong
+                publish_run(config.run_folder)
+            raise
+        publish_run(config.run_folder)
 
 
 @contextmanager
@@ -196,6 +207,7 @@ def show_config(config: JobConfig) -> dict[str, Any]:
     model: ModelConfig = config.model
     return to_tree(config) | {
         "derived": {
+            "storage_folder": str(config.storage_folder),
             "run_folder": str(config.run_folder),
             "parameters": model.n_params,
             "flops_per_token": model.flops_per_token,

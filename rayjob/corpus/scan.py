@@ -23,6 +23,7 @@ from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.rows import RowRange, read_column
 from rayjob.corpus.sources import Source
 from rayjob.corpus.tasks import Progress, run_tasks
+from rayjob.storage.fetch import fetch_tree
 
 RANGES_PER_TASK = 8  # half a second
 MOST_FREQUENT_LINES = 200  # boilerplate lines that a part remembers for the corpus card
@@ -82,6 +83,7 @@ def ensure_scanned(ranges: Sequence[RowRange], settings: ScanSettings, is_cancel
     function = functools.partial(_scan_ranges, settings=settings)
     for result in run_tasks(function, [_to_json(batch) for batch in batches], is_cancelled=is_cancelled):
         progress.add(result["rows"], result["bytes"])
+    fetch_tree(Path(settings.folder))  # parts that tasks on other nodes made
 
 
 def load_part(rows: RowRange, settings: ScanSettings) -> ScanPart:

@@ -24,6 +24,7 @@ from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.text import Text
 from rayjob.corpus.units import AnyUnit, load_unit
+from rayjob.storage.fetch import fetch_file
 
 LEAST_WAITING_WORDS = 2**20  # about 20 MB
 
@@ -84,6 +85,12 @@ def load_words(path: Path) -> Words | None:
     return Words(counts[0]["word"].to_pylist(), order[0]["order"].to_numpy(), rows, facts["text_bytes"])
 
 
+def fetch_words(path: Path) -> None:
+    """Fetches words that another node kept, if it did."""
+    fetch_file(_order_path(path))
+    fetch_file(path)
+
+
 def save_words(path: Path, words: Words) -> None:
     """Keeps words at a path; the counts, written last, make them complete."""
     counts = np.bincount(words.order, minlength=len(words.words))
@@ -108,6 +115,7 @@ def count_words(
         progress = Progress("words", len(missing), "units")
         function = functools.partial(_keep_words, folder=str(folder), normalizer=normalizer)
         for result in run_tasks(function, [unit.to_json() for unit in missing], is_cancelled=is_cancelled):
+            fetch_words(Path(result["path"]))
             is_added = counts.add(Path(result["path"]))
             assert is_added  # it was just written
             progress.add(1, result["bytes"])

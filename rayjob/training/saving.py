@@ -14,6 +14,7 @@ import torch
 from model.checkpoint import best_checkpoint, list_checkpoints, save_checkpoint, step_of
 from model.llama import Llama
 from rayjob.config import CheckpointConfig, JobConfig
+from rayjob.storage.runs import publish_run
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.optimizer import optimizer_tensors
 
@@ -114,6 +115,7 @@ def save_run(
         trainer_state=state.to_json(),
     )
     prune(run_folder, state.step, keep)
+    publish_run(run_folder)
     logger.info("saved %s in %.1f s", folder.name, time.monotonic() - started)
     return folder
 
