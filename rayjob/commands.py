@@ -44,7 +44,7 @@ def prepare(config: JobConfig, stop: threading.Event) -> PreparedCorpus:
     """
     settings = config.data, config.tokenizer, config.storage_folder
     T = config.model.max_seq_len
-    if problems := check(*settings, T):
+    if problems := check(*settings, T, is_cancelled=stop.is_set):
         raise ConfigError(problems)
     if find_prepared(*settings) is not None:
         return prepare_corpus(*settings, T, is_cancelled=stop.is_set)

@@ -86,22 +86,34 @@ def find_prepared(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -
     return PreparedCorpus(tokenizer_folder, tokens_folder, manifest)
 
 
-def check(data: DataConfig, tokenizer: TokenizerConfig, storage: Path, max_seq_len: int) -> list[str]:
+def check(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    storage: Path,
+    max_seq_len: int,
+    *,
+    is_cancelled: Callable[[], bool] | None = None,
+) -> list[str]:
     """Every problem that would stop `prepare` and can be found without Ray, in full sentences.
 
     A small corpus of documents gets its tokenizer here, which `prepare` then finds; of rows only the footers are
     read; a prepared corpus is only looked up.
+
+    Raises:
+        PrepareCancelled: `is_cancelled` turned true.
     """
+    is_cancelled = is_cancelled or (lambda: False)
     prepared = find_prepared(data, tokenizer, storage)
     if prepared is not None:
         return window_problems(prepared.manifest, max_seq_len)
     try:
         with _storage_errors():
             sources = obtain_sources(data, storage)
+            _stop_if(is_cancelled, "before looking into the sources")
             if has_rows(data):
                 inspect_files(sources, data.text_column, data.doc_column)
                 return []
-            return _check_documents(data, tokenizer, storage, sources, max_seq_len)
+            return _check_documents(data, tokenizer, storage, sources, max_seq_len, is_cancelled)
     except CorpusError as error:
         return error.problems
 
@@ -172,15 +184,21 @@ def _prepare_locked(
 
 
 def _check_documents(
-    data: DataConfig, tokenizer: TokenizerConfig, storage: Path, sources: tuple[Source, ...], max_seq_len: int
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    storage: Path,
+    sources: tuple[Source, ...],
+    max_seq_len: int,
+    is_cancelled: Callable[[], bool],
 ) -> list[str]:
-    splits = catalog_of(data, sources).splits()
+    splits = catalog_of(data, sources, is_cancelled).splits()
+    _stop_if(is_cancelled, "before training the tokenizer")
     units: list[AnyUnit] = [unit for split, stretches in splits.items() for unit in plan_units(split, stretches)]
     train = [unit for unit in units if unit.split == "train"]
     problems = size_problems(units, max_seq_len)
     if not problems and size_bytes(train) <= SMALL_CORPUS_BYTES:
         inputs = tokenizer_inputs(data, tokenizer, sources)
-        folder = _ensure_tokenizer(data, tokenizer, storage, inputs, train, lambda: False)
+        folder = _ensure_tokenizer(data, tokenizer, storage, inputs, train, is_cancelled)
         problems = short_problems(units, _load_tokenizer(folder), max_seq_len)
     return problems
 

@@ -108,7 +108,8 @@ def hash_rows(rows: Sequence[bytes]) -> npt.NDArray[np.uint64]:
 def _scan_ranges(item: dict[str, Any], settings: ScanSettings) -> dict[str, Any]:
     n_rows = n_bytes = 0
     for rows in _from_json(item["item"]):
-        n_bytes += _scan_range(rows, settings)
+        if not settings.part_path(rows).exists():  # it does if this task's process was killed and Ray started it again
+            n_bytes += _scan_range(rows, settings)
         n_rows += rows.end - rows.first
     return {"rows": n_rows, "bytes": n_bytes}
 

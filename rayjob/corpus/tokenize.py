@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model.tokenizer import CONFIG_FILE, Tokenizer
-from rayjob.corpus.blocks import Block, Row, write_block
+from rayjob.corpus.blocks import Block, Row, read_finished_block, write_block
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.units import AnyUnit, load_unit
 from rayjob.corpus.words import Words, fetch_words, load_words, split_words, words_path
@@ -127,12 +127,15 @@ def _probe(words: Words, vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
 
 def _write_unit(item: dict[str, Any], folders: Folders) -> dict[str, Any]:
     unit = load_unit(item["item"])
+    path = Path(folders.tokens) / unit.split / unit.block_name
+    finished = read_finished_block(path, unit_hash=unit.hash)
+    if finished:  # by this task, before its process was killed and Ray started it again
+        return {"split": unit.split, **asdict(finished)}
     tokenizer = _load_tokenizer(folders.tokenizer)
     kept_at = words_path(Path(folders.words), unit, tokenizer.normalizer)
     fetch_words(kept_at)
     kept = load_words(kept_at)
     words = split_words(unit.texts(tokenizer.normalizer)) if kept is None else kept
-    path = Path(folders.tokens) / unit.split / unit.block_name
     block = write_block(path, encode_words(words, tokenizer), unit_hash=unit.hash, text_bytes=words.text_bytes)
     return {"split": unit.split, **asdict(block)}
 

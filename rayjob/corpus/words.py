@@ -124,9 +124,11 @@ def count_words(
 
 def _keep_words(item: dict[str, Any], folder: str, normalizer: Normalizer) -> dict[str, Any]:
     unit = load_unit(item["item"])
-    words = split_words(unit.texts(normalizer))
     path = words_path(Path(folder), unit, normalizer)
-    save_words(path, words)
+    words = load_words(path)  # there if this task's process was killed and Ray started it again
+    if words is None:
+        words = split_words(unit.texts(normalizer))
+        save_words(path, words)
     return {"path": str(path), "bytes": words.text_bytes}
 
 
