@@ -8,9 +8,16 @@ from typing import Any
 import pyarrow.fs
 import pytest
 
-moto_server = pytest.importorskip("moto.server", reason="the extra `test` installs moto, which serves S3")
+moto_app = pytest.importorskip(
+    "moto.moto_server.werkzeug_app", reason="the extra `test` installs moto, which serves S3"
+)
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+
+
+class _QuietHandler(moto_app.MotoRequestHandler):  # type: ignore[name-defined,misc]
+    def log_request(self, *_args: object) -> None:
+        """A line for each request would hide what a failed test says."""
 
 
 class S3Server:
@@ -26,8 +33,8 @@ class S3Server:
         from werkzeug.serving import make_server
 
         self.intercept: Callable[[str, str], str | None] = lambda _method, _path: None
-        self._app = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self, threaded=True)
+        self._app = moto_app.DomainDispatcherApplication(moto_app.create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self, threaded=True, request_handler=_QuietHandler)
         self._address = f"127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()

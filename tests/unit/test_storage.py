@@ -37,9 +37,9 @@ def bucket(server: S3Server, request: pytest.FixtureRequest, monkeypatch: pytest
     """An empty bucket, and an environment that leads there."""
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
+    server.intercept = lambda _method, _path: None
     name = f"b{abs(hash(request.node.name))}"
     server.make_bucket(name)
-    server.intercept = lambda _method, _path: None
     return name
 
 
