@@ -25,7 +25,6 @@ from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
-from rayjob.storage.runs import fetch_newer_run
 from rayjob.training.failure import forget_failure, raise_failure
 from rayjob.training.loop import TrainTask, train_loop
 from rayjob.training.metrics import Spent, cut_metrics, read_spent
@@ -105,7 +104,6 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
     status = "FAILED"
     try:
         _fit(config, corpus, spent, stop)
-        fetch_newer_run(run_folder)  # rank 0 may have been on another node
         raise_failure(run_folder)
         is_done = latest_step(config) >= n_steps
         status = "FINISHED" if is_done else "KILLED"

@@ -22,12 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.checkpoint import load_model
 from model.llama import Llama
-from model.tokenizer import CONFIG_FILE, Tokenizer
+from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest
-from rayjob.storage.checkpoints import fetch_checkpoint
-from rayjob.storage.fetch import fetch_folder
-from rayjob.storage.runs import fetch_newer_run
+from rayjob.storage.shared import check_shared
 from rayjob.training.evaluation import Evaluation, evaluate
 from rayjob.training.failure import write_failure
 from rayjob.training.feed import StepFeed, open_windows
@@ -59,6 +57,7 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     task: TrainTask = loop_config["task"]
     config, train = task.config, task.config.train
     _hide_reports_of_ray()
+    check_shared(config)
     device = _set_up_device(dist.get_world_size())
     precision = torch.bfloat16 if train.precision == "bf16" else torch.float32
 
@@ -68,7 +67,6 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     n_steps = max_steps(config, order)
     feed = StepFeed(windows, order, train.micro_batch_size, dist.get_rank(), dist.get_world_size(), device)
 
-    fetch_folder(task.tokenizer_folder, CONFIG_FILE)
     tokenizer = Tokenizer.load(task.tokenizer_folder)
     model, optimizer, state = _start_or_resume(config, Manifest.load(task.tokens_folder), tokenizer, device)
     ddp = _wrap(model, train, device)
@@ -133,7 +131,7 @@ def _start_or_resume(
 ) -> tuple[Llama, torch.optim.AdamW, RunState]:
     identity = RunIdentity.of(config, manifest.hash, tokenizer.hash)
     # Rank 0 looks and tells the others, so that all go on from the same folder.
-    found = [_find_newest(config.run_folder) if dist.get_rank() == 0 else None]
+    found = [find_sound_checkpoint(config.run_folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, device=device)
     folder = found[0]
     if folder is None:
@@ -142,7 +140,6 @@ def _start_or_resume(
         state = RunState(identity)
         model.to(device)
         return model, build_optimizer(model, config.optimizer), state
-    fetch_checkpoint(folder)  # where this worker is on another node than rank 0
     tensors, state = load_run(folder, config.model, identity)
     model = load_model(folder, device=str(device)).train()
     optimizer = build_optimizer(model, config.optimizer)
@@ -151,11 +148,6 @@ def _start_or_resume(
         logger.warning("resuming from %s", folder)
     _report(folder, state)
     return model, optimizer, state
-
-
-def _find_newest(run_folder: Path) -> Path | None:
-    fetch_newer_run(run_folder)
-    return find_sound_checkpoint(run_folder)
 
 
 def _wrap(model: Llama, train: TrainConfig, device: torch.device) -> DistributedDataParallel:
