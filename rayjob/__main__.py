@@ -22,7 +22,7 @@ from model.complete import CheckpointError
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import load_config
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
-from rayjob.storage.errors import StoreError
+from rayjob.store.errors import StoreError
 
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
 _WORK = ("prepare", "train", "run")
@@ -90,7 +90,7 @@ def _load_config(args: argparse.Namespace, overrides: Sequence[str]) -> JobConfi
     """Returns the configuration; a storage in an object store that cannot be used is found here, before any work."""
     config = load_config(args.config, overrides)
     if config.mirror and args.command != "show-config":
-        from rayjob.storage.s3 import storage_problems
+        from rayjob.store.s3 import storage_problems
 
         if problems := storage_problems(config.storage, to_write=args.command in _WORK):
             raise ConfigError(problems)
@@ -129,7 +129,7 @@ def _print_tree(tree: dict[str, Any], as_json: bool) -> None:
 
 def _eval(args: argparse.Namespace, config: JobConfig) -> int:
     from rayjob.commands import evaluate
-    from rayjob.storage.checkpoints import local_checkpoint
+    from rayjob.store.checkpoints import local_checkpoint
 
     checkpoint = local_checkpoint(args.checkpoint, config.storage)
     print(json.dumps(evaluate(config, checkpoint, args.text).to_json()))

@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all: temporary name, fsync, rename.
 
-In the mirror of an object store they are published as soon as they stand here (storage/publish.py).
+In the mirror of an object store they are published as soon as they stand here (store/publish.py).
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rayjob.storage.publish import publish_file, publish_folder
+from rayjob.store.publish import publish_file, publish_folder
 
 TEMPORARY_SUFFIX = ".tmp"
 

@@ -25,7 +25,7 @@ from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
 from rayjob.lock import WaitCancelled, exclusive
 from rayjob.status import set_stage
-from rayjob.storage.runs import adopt_run, publish_run
+from rayjob.store.runs import adopt_run, publish_run
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.job import Outcome

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from model.config import ModelConfig
-from rayjob.storage.address import address_problems
+from rayjob.store.address import address_problems
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from rayjob.config import ConfigError, JobConfig
-from rayjob.storage.address import is_remote, mirror_of, normalized
+from rayjob.store.address import is_remote, mirror_of, normalized
 
 # Not keys: each follows from another one.
 _DERIVED_KEYS = {"model.vocab_size": "tokenizer.vocab_size", "mirror": "storage"}

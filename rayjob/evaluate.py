@@ -10,7 +10,7 @@ from model.checkpoint import load_config, load_model
 from model.tokenizer import Tokenizer
 from rayjob.config import ConfigError
 from rayjob.corpus.blocks import Manifest
-from rayjob.storage.checkpoints import fetch_checkpoint
+from rayjob.store.checkpoints import fetch_checkpoint
 from rayjob.training.evaluation import Evaluation, evaluate
 from rayjob.training.feed import Windows, open_windows
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
-from rayjob.storage.checkpoints import find_checkpoints
-from rayjob.storage.runs import fetch_run_files
+from rayjob.store.checkpoints import find_checkpoints
+from rayjob.store.runs import fetch_run_files
 from rayjob.training.metrics import MetricsRow, read_metrics
 from rayjob.training.mlflow_sink import read_run_id
 from rayjob.training.recorder import STARTS_FILE

@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayjob.atomic import write_atomically
-from rayjob.storage.fetch import fetch_file
-from rayjob.storage.s3 import stored_below
+from rayjob.store.fetch import fetch_file
+from rayjob.store.s3 import stored_below
 
 DTYPE = "uint16"  # vocabularies have at most 65,536 pieces
 SPLITS = ("train", "val")

@@ -1,4 +1,4 @@
-"""Finds and opens the files of a corpus, on a mounted file system or under s3:// (storage/s3.py)."""
+"""Finds and opens the files of a corpus, on a mounted file system or under s3:// (store/s3.py)."""
 
 import fnmatch
 import glob
@@ -10,8 +10,8 @@ from typing import IO, NamedTuple, cast
 import pyarrow as pa
 import pyarrow.fs
 
-from rayjob.storage.address import S3, is_remote
-from rayjob.storage.s3 import file_system
+from rayjob.store.address import S3, is_remote
+from rayjob.store.s3 import file_system
 
 HASH_BYTES = 2**20  # read at a time
 

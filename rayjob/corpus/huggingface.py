@@ -30,8 +30,8 @@ import pyarrow.parquet as pq
 from rayjob.atomic import temporary_path, write_atomically
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.files import sha256_of
-from rayjob.storage.fetch import fetch_file
-from rayjob.storage.publish import publish_files
+from rayjob.store.fetch import fetch_file
+from rayjob.store.publish import publish_files
 
 logger = logging.getLogger(__name__)
 

@@ -50,8 +50,8 @@ from rayjob.corpus.tokenize import Folders, write_blocks
 from rayjob.corpus.units import AnyUnit, plan_units
 from rayjob.corpus.words import count_words
 from rayjob.lock import exclusive_after_wait
-from rayjob.storage.fetch import fetch_folder, fetch_tree
-from rayjob.storage.publish import publish_missing
+from rayjob.store.fetch import fetch_folder, fetch_tree
+from rayjob.store.publish import publish_missing
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.rows import RowRange, read_column
 from rayjob.corpus.sources import Source
 from rayjob.corpus.tasks import Progress, run_tasks
-from rayjob.storage.fetch import fetch_tree
+from rayjob.store.fetch import fetch_tree
 
 RANGES_PER_TASK = 8  # half a second
 MOST_FREQUENT_LINES = 200  # boilerplate lines that a part remembers for the corpus card

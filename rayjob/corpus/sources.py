@@ -18,8 +18,8 @@ from rayjob.config import DataConfig
 from rayjob.corpus import demo, huggingface
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.files import FoundFiles, expand, has_magic, is_folder, sha256_of, stamp_of
-from rayjob.storage.address import address_of, is_remote
-from rayjob.storage.fetch import fetch_file
+from rayjob.store.address import address_of, is_remote
+from rayjob.store.fetch import fetch_file
 
 logger = logging.getLogger(__name__)
 

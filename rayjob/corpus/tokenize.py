@@ -18,7 +18,7 @@ from rayjob.corpus.blocks import Block, Row, read_finished_block, write_block
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.units import AnyUnit, load_unit
 from rayjob.corpus.words import Words, fetch_words, load_words, split_words, words_path
-from rayjob.storage.fetch import fetch_folder
+from rayjob.store.fetch import fetch_folder
 
 SLAB_WORDS = 2**20  # turned into tokens at a time
 MOST_KNOWN_WORDS = 2**18  # about 50 MB

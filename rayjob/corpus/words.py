@@ -24,7 +24,7 @@ from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.text import Text
 from rayjob.corpus.units import AnyUnit, load_unit
-from rayjob.storage.fetch import fetch_file
+from rayjob.store.fetch import fetch_file
 
 LEAST_WAITING_WORDS = 2**20  # about 20 MB
 

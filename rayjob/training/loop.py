@@ -25,7 +25,7 @@ from model.llama import Llama
 from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest
-from rayjob.storage.shared import check_shared
+from rayjob.store.shared import check_shared
 from rayjob.training.evaluation import Evaluation, evaluate
 from rayjob.training.failure import write_failure
 from rayjob.training.feed import StepFeed, open_windows

@@ -14,7 +14,7 @@ import torch
 from model.checkpoint import best_checkpoint, list_checkpoints, save_checkpoint, step_of
 from model.llama import Llama
 from rayjob.config import CheckpointConfig, JobConfig
-from rayjob.storage.runs import publish_run
+from rayjob.store.runs import publish_run
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.optimizer import optimizer_tensors
 

@@ -17,7 +17,7 @@ from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.prepare import check, find_prepared, prepare
 from rayjob.corpus.sources import find_sources
-from rayjob.storage.address import mirror_of
+from rayjob.store.address import mirror_of
 from rayjob.training.feed import open_windows
 from tests.s3_server import CREDENTIALS, S3Server, running_server
 
@@ -92,7 +92,7 @@ from pathlib import Path
 import ray
 from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus.prepare import prepare
-from rayjob.storage.address import mirror_of
+from rayjob.store.address import mirror_of
 _, temp, local, books, rows = sys.argv
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=temp)
 for storage, folder in [(Path(local), rows), (Path(local + "-2"), books), (mirror_of("s3://books/storage"), books)]:

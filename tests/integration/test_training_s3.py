@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rayjob.__main__ import main
-from rayjob.storage.address import mirror_of
+from rayjob.store.address import mirror_of
 from rayjob.training.metrics import read_metrics
 from tests.s3_server import S3Server, running_server
 

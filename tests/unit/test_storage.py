@@ -14,12 +14,12 @@ from model.checkpoint import latest_checkpoint, verify_checkpoint
 from model.complete import CheckpointError
 from rayjob.__main__ import main
 from rayjob.atomic import new_folder, write_atomically
-from rayjob.storage.address import mirror_of
-from rayjob.storage.checkpoints import fetch_checkpoint, find_checkpoints, local_checkpoint, publish_checkpoint
-from rayjob.storage.errors import StoreError
-from rayjob.storage.fetch import fetch_file, fetch_folder, fetch_tree
-from rayjob.storage.publish import publish_missing
-from rayjob.storage.runs import adopt_run, publish_run
+from rayjob.store.address import mirror_of
+from rayjob.store.checkpoints import fetch_checkpoint, find_checkpoints, local_checkpoint, publish_checkpoint
+from rayjob.store.errors import StoreError
+from rayjob.store.fetch import fetch_file, fetch_folder, fetch_tree
+from rayjob.store.publish import publish_missing
+from rayjob.store.runs import adopt_run, publish_run
 from tests.s3_server import S3Server, running_server
 from tests.serving_checkpoint import save_run
 

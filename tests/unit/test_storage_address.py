@@ -6,7 +6,7 @@ import pytest
 
 from rayjob.config import ConfigError
 from rayjob.config_file import load_config, to_tree
-from rayjob.storage.address import address_of, mirror_of, uri_of
+from rayjob.store.address import address_of, mirror_of, uri_of
 
 
 @pytest.fixture(autouse=True)
