@@ -13,12 +13,8 @@ def check_shared(config: JobConfig) -> None:
     """
     if (config.run_folder / "config.yaml").exists():
         return
-    way = (
-        "RAYJOB_CACHE on a file system that all nodes mount"
-        if config.mirror
-        else "`storage` on a file system that all nodes mount"
-    )
+    what = "RAYJOB_CACHE" if config.mirror else "`storage`"
     raise RuntimeError(
         f"{socket.gethostname()} does not see {config.run_folder}, which the driver has made: workers on several nodes "
-        f"save into one folder. Put {way}, or train on one node."
+        f"save into one folder. Put {what} on a file system that all nodes mount, or train on one node."
     )
