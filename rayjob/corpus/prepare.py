@@ -160,7 +160,6 @@ def _prepare_locked(
     is_cancelled: Callable[[], bool],
 ) -> PreparedCorpus:
     sources = obtain_sources(data, storage)
-    fetch_tree(storage / "cache")
     inputs = tokenizer_inputs(data, tokenizer, sources)
     plan = make_plan(data, sources, storage / "cache", is_cancelled)
     for warning in plan.facts.warnings:

@@ -24,7 +24,7 @@ from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.text import Text
 from rayjob.corpus.units import AnyUnit, load_unit
-from rayjob.store.fetch import fetch_file
+from rayjob.store.fetch import fetch_file, fetch_some
 
 LEAST_WAITING_WORDS = 2**20  # about 20 MB
 
@@ -110,6 +110,7 @@ def count_words(
         PrepareCancelled: the caller asked to stop; finished parts stay.
     """
     counts = _Counts()
+    fetch_some(folder, [words_path(folder, unit, normalizer) for unit in units])
     missing = [unit for unit in units if not counts.add(words_path(folder, unit, normalizer))]
     if missing:
         progress = Progress("words", len(missing), "units")

@@ -5,6 +5,7 @@ What is here already stays: equal names mean equal content, but for the files of
 
 import os
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,9 +68,19 @@ def fetch_folder(folder: Path, last: str) -> bool:
 
 def fetch_tree(folder: Path) -> None:
     """Fetches every file below a mirrored folder that is not here, several at a time."""
-    missing = [path for path in stored_below(folder) if not path.exists()]
+    _fetch(stored_below(folder))
+
+
+def fetch_some(folder: Path, paths: Iterable[Path]) -> None:
+    """Fetches those of some files in a mirrored folder that the store has and that are not here."""
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        _fetch(stored_below(folder).keys() & missing)
+
+
+def _fetch(paths: Iterable[Path]) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(fetch_file, missing))
+        list(pool.map(fetch_file, paths))
 
 
 def fetch_tree_as(folder: Path, target: Path) -> None:

@@ -14,12 +14,14 @@ from model.checkpoint import latest_checkpoint, verify_checkpoint
 from model.complete import CheckpointError
 from rayjob.__main__ import main
 from rayjob.atomic import new_folder, write_atomically
+from rayjob.config import JobConfig
 from rayjob.store.address import mirror_of
 from rayjob.store.checkpoints import fetch_checkpoint, find_checkpoints, local_checkpoint, publish_checkpoint
 from rayjob.store.errors import StoreError
 from rayjob.store.fetch import fetch_file, fetch_folder, fetch_tree
 from rayjob.store.publish import publish_missing
 from rayjob.store.runs import adopt_run, publish_run
+from rayjob.store.shared import check_shared
 from tests.s3_server import S3Server, running_server
 from tests.serving_checkpoint import save_run
 
@@ -277,3 +279,11 @@ def test_bucket_that_may_only_be_read_is_refused_for_work_and_not_for_status(
     server.intercept = lambda method, _path: "403 Forbidden" if method in ("PUT", "POST") else None
     assert "cannot be written" in refused(f"s3://{bucket}/p", capsys)
     assert main(["status", f"storage=s3://{bucket}/p"]) == 0
+
+
+def test_worker_that_does_not_see_the_run_is_told(tmp_path: Path) -> None:
+    config = JobConfig(storage=str(tmp_path))
+    with pytest.raises(RuntimeError, match="does not see .*runs/run.* Put `storage` on a file system"):
+        check_shared(config)
+    write_atomically(config.run_folder / "config.yaml", b"")
+    check_shared(config)
