@@ -1,5 +1,6 @@
 """A mirror and its object store, against moto's real S3 server; checkpoints are real ones of a tiny model."""
 
+import io
 import json
 import shutil
 import socket
@@ -8,13 +9,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from model.checkpoint import latest_checkpoint, verify_checkpoint
 from model.complete import CheckpointError
 from rayjob.__main__ import main
 from rayjob.atomic import new_folder, write_atomically
-from rayjob.config import JobConfig
+from rayjob.config import DataConfig, JobConfig
+from rayjob.corpus.huggingface import CHOICES
+from rayjob.corpus.plans import obtain_sources
 from rayjob.store.address import mirror_of
 from rayjob.store.checkpoints import fetch_checkpoint, find_checkpoints, local_checkpoint, publish_checkpoint
 from rayjob.store.errors import StoreError
@@ -22,6 +27,7 @@ from rayjob.store.fetch import fetch_file, fetch_folder, fetch_tree
 from rayjob.store.publish import publish_missing
 from rayjob.store.runs import adopt_run, publish_run
 from rayjob.store.shared import check_shared
+from tests.hub_stub import Hub, running
 from tests.s3_server import S3Server, running_server
 from tests.serving_checkpoint import save_run
 
@@ -219,6 +225,23 @@ def test_mlflow_store_is_copied_whole_while_it_is_in_use(here: Machine, there: M
     adopt_run(there.run)
     copied = sqlite3.connect(there.storage / "mlflow" / "mlflow.db").execute("select step from metrics").fetchall()
     assert copied == [(1,)]
+
+
+def test_download_of_one_machine_serves_the_others(
+    here: Machine, there: Machine, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is a stub on a loopback port; its client is the real one."""
+    data = DataConfig(source="huggingface")
+    rows = io.BytesIO()
+    pq.write_table(pa.table({"text": ["a row ."]}), rows)
+    first = CHOICES[0]
+    with running(Hub({(first.repo, first.revision): {"plain_text/train/0000.parquet": rows.getvalue()}})) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        sources = obtain_sources(data, here.storage)
+    assert [source.name for source in sources] == ["plain_text/train/0000.parquet"]
+    assert sources[0].path.startswith(f"s3://{bucket}/p/sources/huggingface/")
+    assert obtain_sources(data, there.storage) == sources
+    assert not list(there.storage.rglob("*.parquet"))
 
 
 def test_paths_outside_of_mirrors_ask_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
