@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all: temporary name, fsync, rename.
 
-In the mirror of an object store they are published as soon as they stand here (store/publish.py).
+In the mirror of an object store they are published as soon as they stand here; those of a run go with its saves.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rayjob.store.publish import publish_file, publish_folder
+from rayjob.store.publish import publish_folder, publish_written
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -32,7 +32,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync(path.parent)
-    publish_file(path)
+    publish_written(path)
 
 
 @contextmanager

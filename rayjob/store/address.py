@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 S3 = "s3://"
 _MIRRORS = "s3-mirrors"
+_RUNS = "runs"  # the folder of all runs in a storage
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _LONGEST_NAME = 200  # bytes of a mirror's folder name; a file system takes 255
 
@@ -68,3 +69,8 @@ def uri_of(path: Path) -> str | None:
 def address_of(path: Path) -> str:
     """Returns what every node can read: the s3:// address of a path in a mirror, else the path."""
     return uri_of(path) or str(path)
+
+
+def is_of_a_run(path: Path) -> bool:
+    """Returns whether a path in a mirror lies in the folder of a run."""
+    return path.parts[path.parts.index(_MIRRORS) + 2 :][:1] == (_RUNS,)

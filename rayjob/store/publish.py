@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rayjob.store.address import uri_of
+from rayjob.store.address import is_of_a_run, uri_of
 from rayjob.store.s3 import stored_below, upload
 
 _THREADS = 8
@@ -21,6 +21,12 @@ def publish_file(path: Path) -> None:
     """
     if uri := uri_of(path):
         upload(path, uri)
+
+
+def publish_written(path: Path) -> None:
+    """Copies a file that was just written; that of a run goes with the next save, so no store delays training."""
+    if uri_of(path) and not is_of_a_run(path):
+        publish_file(path)
 
 
 def publish_files(paths: Iterable[Path]) -> None:

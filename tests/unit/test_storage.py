@@ -119,6 +119,17 @@ def test_file_that_the_store_refuses_stays_here(here: Machine, server: S3Server)
     assert (here.storage / "x").read_bytes() == b"x"
 
 
+def test_files_of_a_run_wait_for_its_next_save(here: Machine, server: S3Server, bucket: str) -> None:
+    server.intercept = lambda method, _path: "403 Forbidden" if method == "PUT" else None
+    write_atomically(here.run / "stage.json", b"{}")
+    server.intercept = lambda _method, _path: None
+    publish_run(here.run)
+    assert server.objects(f"{bucket}/p/runs/small") == {"stage.json": b"{}"}
+    (here.run / "stage.json").unlink()
+    publish_run(here.run)
+    assert server.objects(f"{bucket}/p/runs/small") == {}
+
+
 def test_checkpoint_whose_upload_was_cut_is_absent(here: Machine, there: Machine, server: S3Server) -> None:
     """The store takes all but COMPLETE, as when the process is killed before its last request."""
     save_run(here.run, step=10)
