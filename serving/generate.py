@@ -29,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         params = _sampling_params(arguments)
-        served = load_served_model(arguments.checkpoint)
+        if "://" in arguments.checkpoint:
+            raise UsageError(
+                f"--checkpoint {arguments.checkpoint} must be a local checkpoint or run folder. Where the run was "
+                "trained `python -m rayjob status` names its folder; elsewhere copy one first (aws s3 sync)."
+            )
+        served = load_served_model(Path(arguments.checkpoint))
         if arguments.interactive:
             _converse(served, params, arguments)
         else:
@@ -45,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m serving.generate", description=_summary())
     defaults = SamplingParams()
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint or run folder (its best)")
+    parser.add_argument("--checkpoint", required=True, help="a checkpoint or run folder (its best)")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue")
     source.add_argument("--interactive", action="store_true", help="read prompts line by line until EOF")

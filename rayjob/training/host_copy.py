@@ -38,16 +38,15 @@ class HostCopy:
 
     Args:
         model: whose parameters have the share's shapes.
-        share: the rank's, None if it writes nothing.
+        share: the rank's.
     """
 
-    def __init__(self, model: Llama, share: Share | None) -> None:
+    def __init__(self, model: Llama, share: Share) -> None:
         self._device = next(model.parameters()).device
-        weights = model.state_dict() if share and share.has_weights else {}
+        weights = model.state_dict() if share.has_weights else {}
         parameters = dict(model.named_parameters())
-        moments = share.moments if share else ()
         self.weights = {name: self._allocate(tensor) for name, tensor in weights.items()}
-        self.moments = {name: self._allocate(parameters[name.partition(".")[2]]) for name in moments}
+        self.moments = {name: self._allocate(parameters[name.partition(".")[2]]) for name in share.moments}
         self.rng: dict[str, Tensor] = {}
 
     def fill(self, model: Llama, optimizer: torch.optim.Optimizer) -> None:

@@ -33,6 +33,8 @@ from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest
 from rayjob.lease import Fence
+from rayjob.store.runs import publish_run
+from rayjob.store.shared import check_shared
 from rayjob.training.attempt import Attempt, begin_attempt
 from rayjob.training.bad_numbers import BadSteps
 from rayjob.training.evaluation import Evaluation, EvaluationAbandoned, evaluate
@@ -78,6 +80,7 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     task: TrainTask = loop_config["task"]
     run_folder = task.config.run_folder
     _hide_reports_of_ray()
+    check_shared(task.config)
     device = _set_up_device(dist.get_world_size())
     # Rank 0 looks and tells the others, so that all do the same.
     failed, group = _from_rank_0((has_failed(run_folder), uuid.uuid4().hex), device)
@@ -125,7 +128,7 @@ class TrainWorker:
         hooks = SaverHooks(
             describe=lambda state: state_document(config, attempt, state),
             flush=self.recorder.flush if self.recorder else lambda: None,
-            committed=lambda folder: None,
+            committed=lambda folder: publish_run(folder.parent),
             report=lambda folder, state: _report(folder, state),
         )
         tokenizer_folder, keep = self.task.tokenizer_folder, config.checkpoint.keep
@@ -191,9 +194,7 @@ class TrainWorker:
             if reason:
                 write_bad_numbers(self.config.run_folder, reason, self.bad_steps.window_ids())
         if wishes.leave:
-            own_notice.give(
-                "preemption notice"
-            )  # if another worker has heard it, the time counts from here
+            own_notice.give("preemption notice")  # if another worker has heard it, the time counts from here
         if self._is_worth_saving():
             if wishes.ends_training or self.state.step == self.n_steps:
                 self.saver.finish(self.state, is_reported=not wishes.leave)

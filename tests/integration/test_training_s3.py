@@ -1,0 +1,126 @@
+"""A run whose storage is an S3 server (moto's, on a loopback port); jobs are real ones with a Ray of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rayjob.__main__ import main
+from rayjob.store.address import mirror_of
+from rayjob.training.metrics import read_metrics
+from tests.s3_server import S3Server, running_server
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STORAGE = "s3://books/jobs"
+RUN = "books/jobs/runs/tiny"
+LAST = "step_00000040"
+LIMIT_S = 240
+WORDS = "the old house stood by river and nobody knew who had lived there before war came again to valley".split()
+SETTINGS = """
+    run_name=tiny data.source=text data.val_fraction=0.1 tokenizer.vocab_size=400
+    model.d_model=32 model.n_layers=2 model.n_heads=4 model.n_kv_heads=2 model.d_ff=64 model.max_seq_len=32
+    train.num_workers=1 train.use_gpu=false train.global_batch_size=16 train.micro_batch_size=4
+    train.precision=fp32 train.eval_interval=20 train.max_steps=40
+    optimizer.warmup_steps=5 optimizer.lr=1e-3 checkpoint.interval_steps=10 tracking.tensorboard=false
+""".split()
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with running_server() as server:
+        server.make_bucket("books")
+        yield server
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    """Of a corpus of ten small books of words in another order each."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for book in range(10):
+        words = [WORDS[(i * (book + 3) + i // 7) % len(WORDS)] for i in range(900)]
+        (folder / f"book_{book:02d}.txt").write_text(" ".join(words).capitalize() + ".\n")
+    return [*SETTINGS, f"data.paths=[{folder}]"]
+
+
+def start(settings: list[str], storage: str, environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "rayjob", "run", f"storage={storage}", *settings]
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, "RAY_AUTH_MODE": "disabled", **environment},
+        )
+
+
+def losses(run_folder: Path) -> list[str]:
+    return [repr(row.loss) for row in read_metrics(run_folder)]
+
+
+def test_run_killed_in_an_upload_goes_on_from_the_newest_complete_checkpoint_on_a_new_machine(
+    tmp_path: Path,
+    server: S3Server,
+    settings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    local = start(settings, str(tmp_path / "local"), {}, tmp_path / "local.log")
+    assert local.wait(LIMIT_S) == 0, (tmp_path / "local.log").read_text()[-3000:]
+
+    reached, killed = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str) -> None:
+        if method in ("PUT", "POST") and "step_00000020/model.safetensors" in path:
+            reached.set()
+            killed.wait(LIMIT_S)
+
+    server.intercept = hold
+    machine = {**server.environment, "RAYJOB_CACHE": str(tmp_path / "first-machine")}
+    first = start(settings, STORAGE, machine, tmp_path / "first.log")
+    assert reached.wait(LIMIT_S), (tmp_path / "first.log").read_text()[-3000:]
+    for victim in [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]:
+        victim.kill()
+    first.wait()
+    server.intercept = lambda _method, _path: None
+    killed.set()
+    stored = server.objects(RUN)
+    assert "step_00000010/COMPLETE" in stored
+    assert "step_00000020/COMPLETE" not in stored
+
+    machine["RAYJOB_CACHE"] = str(tmp_path / "second-machine")
+    second = start(settings, STORAGE, machine, tmp_path / "second.log")
+    assert second.wait(LIMIT_S) == 0, (tmp_path / "second.log").read_text()[-3000:]
+    assert "resuming from" in (tmp_path / "second.log").read_text()
+    assert "step_00000010" in (tmp_path / "second.log").read_text()
+
+    undisturbed = tmp_path / "local" / "runs" / "tiny"
+    for name, value in machine.items():
+        monkeypatch.setenv(name, value)
+    assert losses(mirror_of(STORAGE) / "runs" / "tiny") == losses(undisturbed)
+    stored = server.objects(RUN)
+    for name in ("model.safetensors", "trainer/tensors.safetensors", "tokenizer.model"):
+        assert stored[f"{LAST}/{name}"] == (undisturbed / LAST / name).read_bytes()
+    assert {"metrics.csv", "config.yaml", "evaluation.json", "samples/step_00000040.txt"} <= stored.keys()
+    assert not [name for name in stored if name.endswith((".lock", ".tmp"))]
+    assert server.objects("books/jobs/mlflow")["mlflow.db"].startswith(b"SQLite format 3")
+    # Pruned here, pruned there: the newest two, and the best, which is one of them.
+    kept = {path.name for path in (mirror_of(STORAGE) / "runs" / "tiny").glob("step_*")}
+    assert {name.partition("/")[0] for name in stored if name.startswith("step_")} == kept
+
+    monkeypatch.setenv("RAYJOB_CACHE", str(tmp_path / "third-machine"))
+    assert main(["status", "--json", f"storage={STORAGE}", *settings]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["stage"], status["step"], status["restarts"]) == ("done", 40, 1)
+    assert main(["eval", "--checkpoint", f"{STORAGE}/runs/tiny", f"storage={STORAGE}", *settings]) == 0
+    evaluation = json.loads(capsys.readouterr().out)
+    assert evaluation["val_loss"] == json.loads(stored["evaluation.json"])["val_loss"]
