@@ -1,8 +1,11 @@
 """A run whose worker is told to go, hangs, or always fails at the same step. Real Ray, DDP over gloo, and signals."""
 
 import json
+import os
 import re
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import psutil
 import pytest
 
 from model.checkpoint import list_checkpoints, load_trainer_state
+from rayjob.corpus.blocks import Manifest, token_stream
 from rayjob.training.schedule import WindowOrder
 from tests.integration.test_training import WORDS, Job, wait_until, workers_of
 
@@ -31,6 +35,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A temporary folder for Ray too, whose sockets' paths may have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def test_worker_told_to_go_and_worker_that_hangs_leave_the_run_as_the_undisturbed_one(
@@ -68,41 +79,32 @@ def test_worker_told_to_go_and_worker_that_hangs_leave_the_run_as_the_undisturbe
 
 
 def test_exception_that_comes_twice_at_a_step_ends_the_run_with_the_reason(
-    corpus: Path, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, storage: Path, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the node's flat copy of the tokens is damaged below
+    monkeypatch.setenv("TMPDIR", str(short_tmp))  # the node's flat copy of the tokens is damaged below
     job = Job(corpus, storage, "broken", *SETTINGS, "failure.max_failures=10")
     assert job.run("prepare") == 0, job.log.read_text()[-3000:]
     (tokens_folder,) = (storage / "tokens").iterdir()
     manifest = json.loads((tokens_folder / "manifest.json").read_text())
     n_windows = (manifest["train"]["tokens"] - 1) // 32
-    flat = plant_bad_token(tokens_folder, tmp_path, WindowOrder(n_windows, 16, seed=7).window_ids(44)[3])
+    plant_bad_token(tokens_folder, short_tmp, WindowOrder(n_windows, 16, seed=7).window_ids(10)[3])
     assert job.run() == 1
-    reason = r"IndexError: .*\(rank \d, after step 44\), for the second time at this step"
+    reason = r"IndexError: .*\(rank \d, after step 10\), for the second time at this step"
     assert re.search(reason, job.log.read_text())
-    assert job.rows()[-1].step == 44
+    assert job.rows()[-1].step == 10
     assert job.status()["restarts"] == 1, "no third try"
     assert job.status()["stage"] == "failed"
     # A new driver knows what happened, and does not try twice.
     assert job.run() == 1
     assert len(re.findall(reason, job.log.read_text())) >= 2
     assert job.status()["restarts"] == 2
-    # The cause is gone: the same command goes on.
-    flat.unlink()
-    assert job.run() == 0, job.log.read_text()[-3000:]
-    assert job.rows()[-1].step == 150
 
 
-def plant_bad_token(tokens_folder: Path, temporary: Path, window: int) -> Path:
+def plant_bad_token(tokens_folder: Path, temporary: Path, window: int) -> None:
     """Makes the node's flat copy of the training tokens, with a token of no vocabulary in a window."""
-    from rayjob.corpus.blocks import Manifest, token_stream
-
     stream = np.concatenate(list(token_stream(tokens_folder, "train")))
     stream[window * 32 + 5] = 65_000
-    import os
-
     folder = temporary / f"rayjob-{os.getuid()}" / "streams"
     folder.mkdir(parents=True)
     flat = folder / f"{Manifest.load(tokens_folder).hash}-train.uint16"
     stream.astype(np.uint16).tofile(flat)
-    return flat

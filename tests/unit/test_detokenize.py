@@ -26,7 +26,8 @@ def test_long_text_equals_the_rules(before: str, tokens: list[tuple[str, str]]) 
     assert detokenize(text) == by_rules(text)
 
 
-@given(text=st.text())
+# Typographic quotes are replaced before the rules apply, so the rules' oracle is not asked about them.
+@given(text=st.text(st.characters(exclude_characters="“”‘’…", exclude_categories=["Cs"])))
 def test_any_long_text_equals_the_rules(text: str) -> None:
     assert detokenize(LONG + text) == by_rules(LONG + text)
 
