@@ -24,6 +24,7 @@ from typing import Any
 
 from cluster import deploy, head, locks, product, redeploy, services, spot, submit, tracking_server
 from cluster.settings import REPOSITORY, Settings, SettingsError, forget_other_clusters
+from cluster.shell_parent import follow_shell
 from cluster.supervise import Supervisor
 from cluster.upload import UploadError
 
@@ -74,6 +75,7 @@ def prepare_process() -> None:
     """Sets signals, log levels and variables of this process so that neither shell nor Ray surprises us."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands with it ignored
     signal.signal(signal.SIGTERM, interrupt_once)
+    follow_shell()
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk"):  # its notes on packing and ignoring files
         logging.getLogger(name).setLevel(logging.ERROR)
     forget_other_clusters(os.environ)

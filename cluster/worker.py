@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from cluster import head, spot
 from cluster.settings import Settings, SettingsError, prepare_folders, process_environment, read_settings
+from cluster.shell_parent import follow_shell
 
 USAGE = """usage: bash cluster/worker.sh HEAD_IP:PORT TOKEN_FILE
 
@@ -66,6 +67,7 @@ def run_node(settings: Settings, command: Sequence[str], variables: Mapping[str,
         node.send_signal(number)
 
     signal.signal(signal.SIGTERM, pass_on)
+    follow_shell()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal gives it to the node as well
     stop = spot.watch_clouds(variables, lambda notice: drain(settings, notice))
     try:
