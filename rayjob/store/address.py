@@ -43,8 +43,8 @@ def address_problems(storage: str) -> list[str]:
     bucket, slash, prefix = storage.removeprefix(S3).partition("/")
     if not _BUCKET.fullmatch(bucket) or not _PREFIX.fullmatch(slash + prefix):
         return [
-            f"storage={storage} must be s3://BUCKET/PREFIX: a bucket of 3 to 63 of a-z, 0-9, '.' and '-', and a prefix of "
-            "letters, digits, '.', '_', '-' and '/'."
+            f"storage={storage} must be s3://BUCKET/PREFIX: a bucket of 3 to 63 of a-z, 0-9, '.' and '-', and a prefix "
+            "of letters, digits, '.', '_', '-' and '/'."
         ]
     if len(mirror_of(storage).name) > _LONGEST_NAME:
         return [f"storage={storage} is too long: its mirror is a folder named after it. Choose a shorter prefix."]
