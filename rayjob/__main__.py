@@ -162,6 +162,7 @@ def _work(command: str, config: JobConfig) -> int:
     """Runs a command that may take hours: it can be stopped, and its faults become one message."""
     stop = _stop_on_signals()  # before the imports below, which take seconds
 
+    from ray.exceptions import RayActorError
     from ray.train import TrainingFailedError
 
     from rayjob import commands
@@ -183,6 +184,9 @@ def _work(command: str, config: JobConfig) -> int:
         return FAILED
     except (RunFailedError, TrainingFailedError) as error:
         logger.error("training failed: %s", error)
+        return FAILED
+    except RayActorError as error:  # of Ray Train's controller, which nothing brings back within a driver
+        logger.error("training was cut short, the same command goes on from the last checkpoint: %s", error)
         return FAILED
     if outcome is Outcome.STOPPED:
         logger.warning("stopped on request: run the same command again to go on.")

@@ -23,13 +23,15 @@ from rayjob.corpus.lookup import find_window
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
 from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
-from rayjob.lock import WaitCancelled, exclusive
+from rayjob.lease import Fence, hold_run
+from rayjob.lock import WaitCancelled
 from rayjob.status import set_stage
 from rayjob.store.runs import adopt_run, publish_run
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.job import Outcome
 from rayjob.training.metrics import read_metrics
+from rayjob.training.tracking import is_behind
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +63,14 @@ def train(config: JobConfig, stop: threading.Event) -> Outcome:
         CheckpointError: the run folder belongs to another corpus, tokenizer or shape.
         LockedError: another driver has the run.
     """
-    with _only_driver(config):
-        return _train(config, stop)
+    with _only_driver(config) as fence:
+        return _train(config, stop, fence)
 
 
 def run(config: JobConfig, stop: threading.Event) -> Outcome:
     """Prepares, trains, and evaluates the best checkpoint; raises as `train` does."""
-    with _only_driver(config):
-        outcome = _train(config, stop)
+    with _only_driver(config) as fence:
+        outcome = _train(config, stop, fence)
         best = best_checkpoint(config.run_folder)
         if outcome is Outcome.DONE and best:
             outcome = _evaluate_best(config, best, stop)
@@ -77,12 +79,12 @@ def run(config: JobConfig, stop: threading.Event) -> Outcome:
 
 
 @contextmanager
-def _only_driver(config: JobConfig) -> Iterator[None]:
+def _only_driver(config: JobConfig) -> Iterator[Fence]:
     """Holds the run for the block; a run in an object store is fetched before it and published after it."""
-    with exclusive(config.run_folder / "driver.lock", f"run {config.run_name}"):
+    with hold_run(config.run_folder, f"run {config.run_name}") as fence:
         adopt_run(config.run_folder)
         try:
-            yield
+            yield fence
         except BaseException:
             with suppress(OSError):  # a store that is away must not hide what went wrong
                 publish_run(config.run_folder)
@@ -105,19 +107,21 @@ def _stage(config: JobConfig, stage: str, max_steps: int | None = None) -> Itera
         raise
 
 
-def _train(config: JobConfig, stop: threading.Event) -> Outcome:
+def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
     corpus = prepare(config, stop)
     n_steps = job.steps_of_run(config, corpus)
     if job.step_to_go_on_from(config, corpus) >= n_steps:
         logger.info("run %s has all of its %d steps: nothing to train.", config.run_name, n_steps)
         set_stage(config, Outcome.DONE.value, n_steps)
+        if is_behind(config.run_folder):
+            job.send_to_trackers(config, corpus)
         return Outcome.DONE
     if _is_spent(config):
         set_stage(config, Outcome.BUDGET.value, n_steps)
         return Outcome.BUDGET
     with _stage(config, "train", n_steps):
         connect()
-        outcome = job.train(config, corpus, stop)
+        outcome = job.train(config, corpus, stop, fence)
     set_stage(config, outcome.value)
     return outcome
 

@@ -67,7 +67,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    num_workers: int = 4
+    num_workers: int | tuple[int, int] = 4  # [min, max]: as many as there is room for
     use_gpu: bool = True
     global_batch_size: int = 384  # windows per optimizer step over all workers
     micro_batch_size: int = 32  # windows per worker per forward
@@ -80,15 +80,22 @@ class TrainConfig:
     step_timeout_s: float = 120.0  # a collective that takes longer is a hung worker
 
     @property
+    def min_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def max_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+    @property
     def grad_accum_steps(self) -> int:
-        """Micro-steps per optimizer step: the micro-batches of a step dealt to the workers, rounded up."""
-        return math.ceil(self.global_batch_size / (self.micro_batch_size * self.num_workers))
+        """Micro-steps per optimizer step of all workers: its micro-batches dealt to them, rounded up."""
+        return math.ceil(self.global_batch_size / (self.micro_batch_size * self.max_workers))
 
     def problems(self) -> list[str]:
         found = [
             f"train.{name}={value} must be at least 1."
             for name in (
-                "num_workers",
                 "global_batch_size",
                 "micro_batch_size",
                 "epochs",
@@ -97,12 +104,16 @@ class TrainConfig:
             )
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        if not found and self.global_batch_size % (per_round := self.micro_batch_size * self.num_workers):
+        if not 1 <= self.min_workers <= self.max_workers:
+            given = self.num_workers if isinstance(self.num_workers, int) else list(self.num_workers)
+            found.append(f"train.num_workers={given} must be at least 1, or [min, max] with 1 <= min <= max.")
+        # Fewer workers than the greatest number are dealt hands that differ by a micro-batch at most.
+        if not found and self.global_batch_size % (per_round := self.micro_batch_size * self.max_workers):
             lower = self.global_batch_size // per_round * per_round
             use = f"{lower} or {lower + per_round}" if lower else f"{per_round}"
             found.append(
                 f"train.global_batch_size={self.global_batch_size} must be a multiple of micro_batch_size x "
-                f"num_workers ({self.micro_batch_size} x {self.num_workers} = {per_round}): use {use}."
+                f"num_workers ({self.micro_batch_size} x {self.max_workers} = {per_round}): use {use}."
             )
         if not self.grad_clip > 0:
             found.append(f"train.grad_clip={self.grad_clip} must be above 0; 1.0 is usual.")
@@ -153,15 +164,21 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class FailureConfig:
-    max_failures: int = 3  # worker groups lost to errors before the job gives up
+    max_failures: int = 3  # worker groups lost to errors, without a checkpoint gained, before the job gives up
     max_preemptions: int = -1  # lost to announced preemptions; -1: no limit
+    max_bad_steps: int = 5  # in a row, whose loss or gradient is not finite, end the run
 
     def problems(self) -> list[str]:
-        return [
+        found = [
             f"failure.{name}={value} must be -1 (no limit) or more."
             for name in ("max_failures", "max_preemptions")
             if (value := getattr(self, name)) < -1
         ]
+        if self.max_bad_steps < 1:
+            found.append(
+                f"failure.max_bad_steps={self.max_bad_steps} must be at least 1; 1 ends at the first bad step."
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)

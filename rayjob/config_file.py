@@ -54,6 +54,8 @@ def to_tree(config: JobConfig) -> dict[str, Any]:
     del tree["model"]["vocab_size"], tree["mirror"]
     tree["data"]["paths"] = list(config.data.paths)
     tree["optimizer"]["betas"] = list(config.optimizer.betas)
+    if isinstance(config.train.num_workers, tuple):
+        tree["train"]["num_workers"] = list(config.train.num_workers)
     return tree
 
 
@@ -126,8 +128,11 @@ def _as_type(value: Any, hint: Any) -> Any:
     """Converts a YAML value to the annotated type; PyYAML reads 3e-4 as text, so numbers are parsed here."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        inner = next(arg for arg in args if arg is not types.NoneType)
-        return None if value is None else _as_type(value, inner)
+        if value is None and types.NoneType in args:
+            return None
+        if not (suited := [arg for arg in args if _suits(value, arg)]):
+            raise ValueError
+        return _as_type(value, suited[0])
     if origin is typing.Literal:
         if value in args and isinstance(value, str):
             return value
@@ -144,6 +149,11 @@ def _as_type(value: Any, hint: Any) -> Any:
     if hint is float:
         return _finite(value)
     return _exactly(value, hint)
+
+
+def _suits(value: Any, hint: Any) -> bool:
+    """Whether of a union's types `hint` is the one to read `value` by: a list as a tuple, all else as the first."""
+    return hint is not types.NoneType and isinstance(value, list) == (typing.get_origin(hint) is tuple)
 
 
 def _exactly(value: Any, hint: type) -> Any:
@@ -171,7 +181,8 @@ def _finite(value: Any) -> float:
 def _describe(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or null, else ".join(_describe(arg) for arg in args if arg is not types.NoneType) + " (or null)"
+        kinds = " or ".join(_describe(arg) for arg in args if arg is not types.NoneType)
+        return kinds + (" (or null)" if types.NoneType in args else "")
     if origin is typing.Literal:
         return "one of " + ", ".join(args)
     if origin is tuple:

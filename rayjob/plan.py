@@ -40,7 +40,7 @@ def make_plan(config: JobConfig) -> dict[str, Any]:
         "epochs": round(total_tokens / max(1, order.n_windows * config.model.max_seq_len), 3),
         "tokens": total_tokens,
         "mfu_pct": ASSUMED_MFU_PCT,
-        "gpus": config.train.num_workers,
+        "gpus": config.train.max_workers,
         "memory_per_gpu_gib": round(memory_per_gpu_gib(config), 1),
         "gpu_types": {gpu.name: _on(gpu, config, flops) for gpu in GPUS},
     }
@@ -81,7 +81,7 @@ def _text_bytes(config: JobConfig) -> int:
 
 
 def _on(gpu: Gpu, config: JobConfig, flops: float) -> dict[str, Any]:
-    n_gpus = config.train.num_workers
+    n_gpus = config.train.max_workers
     time_s = flops / (n_gpus * gpu.peak_tflops * 1e12 * ASSUMED_MFU_PCT / 100)
     price = gpu.usd_per_hour
     return {

@@ -10,9 +10,10 @@ from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
 from rayjob.store.checkpoints import find_checkpoints
 from rayjob.store.runs import fetch_run_files
+from rayjob.training.attempt import STARTS_FILE
+from rayjob.training.gradient_watch import OUTLIER_Z
 from rayjob.training.metrics import MetricsRow, read_metrics
 from rayjob.training.mlflow_sink import read_run_id
-from rayjob.training.recorder import STARTS_FILE
 
 _STAGE_FILE = "stage.json"
 _RATE_STEPS = 50  # the rate is the median of the last steps
@@ -54,6 +55,8 @@ def read_status(config: JobConfig) -> dict[str, Any]:
         "eta_s": _eta_s(last, max_steps, rate),
         "cost_usd": last.cost_usd if last else 0.0,
         "restarts": _restarts(folder),
+        "skipped_steps": sum(row.skipped for row in rows),
+        "gradient_outliers": sum(row.grad_z is not None and row.grad_z > OUTLIER_Z for row in rows),
     }
 
 
