@@ -15,6 +15,7 @@ import pytest
 from rayjob.__main__ import main
 from rayjob.store.address import mirror_of
 from rayjob.training.metrics import read_metrics
+from tests.ray_tasks import await_true
 from tests.s3_server import S3Server, running_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -104,6 +105,10 @@ def test_run_killed_in_an_upload_goes_on_from_the_newest_complete_checkpoint_on_
     machine = {**server.environment, "RAYJOB_CACHE": str(tmp_path / "first-machine")}
     first = start("first", STORAGE, machine)
     assert reached.wait(LIMIT_S), (tmp_path / "first.log").read_text()[-3000:]
+    for name, value in machine.items():
+        monkeypatch.setenv(name, value)
+    mirror = mirror_of(STORAGE) / "runs" / "tiny"
+    await_true(lambda: len(losses(mirror)) > 25)  # the upload of step 20 is held up, and training goes on
     kill_all(first)
     server.intercept = lambda _method, _path: None
     killed.set()
@@ -118,8 +123,7 @@ def test_run_killed_in_an_upload_goes_on_from_the_newest_complete_checkpoint_on_
     assert "step_00000010" in (tmp_path / "second.log").read_text()
 
     undisturbed = tmp_path / "local" / "runs" / "tiny"
-    for name, value in machine.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAYJOB_CACHE", machine["RAYJOB_CACHE"])
     assert losses(mirror_of(STORAGE) / "runs" / "tiny") == losses(undisturbed)
     stored = server.objects(RUN)
     for name in ("model.safetensors", "trainer/tensors.safetensors", "tokenizer.model"):
