@@ -1,21 +1,23 @@
 """Where a remote storage is mirrored on this machine, and the way back.
 
-    s3://bucket/prefix/tokens/…   <->   <cache>/s3-mirrors/bucket%2Fprefix@endpoint/tokens/…
+    s3://bucket/prefix/tokens/…   <->   <cache>/s3-mirrors/bucket~prefix~~endpoint/tokens/…
 
 A path in a mirror says by itself what it mirrors, so whoever is handed one, a task on another node too, can publish
 and fetch it. <cache> is RAYJOB_CACHE, or else ~/.cache/rayjob. The endpoint is named where AWS_ENDPOINT_URL gives one,
-for another server may have a bucket of the same name.
+for another server may have a bucket of the same name. No character of a mirror's name means anything in a URI: MLflow
+and sqlite take paths as such.
 """
 
 import os
 import re
 from pathlib import Path
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import urlsplit
 
 S3 = "s3://"
 _MIRRORS = "s3-mirrors"
 _RUNS = "runs"  # the folder of all runs in a storage
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)*")
 _LONGEST_NAME = 200  # bytes of a mirror's folder name; a file system takes 255
 
 
@@ -38,9 +40,12 @@ def address_problems(storage: str) -> list[str]:
     """Returns what is wrong with a `storage` that is an address, in full sentences."""
     if not is_remote(storage):
         return [f"storage={storage} must be a folder on a mounted file system or s3://BUCKET/PREFIX."]
-    bucket = storage.removeprefix(S3).partition("/")[0]
-    if not _BUCKET.fullmatch(bucket) or set("?#*\\") & set(storage):
-        return [f"storage={storage} must be s3://BUCKET/PREFIX with a bucket of 3 to 63 of a-z, 0-9, '.' and '-'."]
+    bucket, slash, prefix = storage.removeprefix(S3).partition("/")
+    if not _BUCKET.fullmatch(bucket) or not _PREFIX.fullmatch(slash + prefix):
+        return [
+            f"storage={storage} must be s3://BUCKET/PREFIX: a bucket of 3 to 63 of a-z, 0-9, '.' and '-', and a prefix "
+            "of letters, digits, '.', '_', '-' and '/'."
+        ]
     if len(mirror_of(storage).name) > _LONGEST_NAME:
         return [f"storage={storage} is too long: its mirror is a folder named after it. Choose a shorter prefix."]
     return []
@@ -49,9 +54,9 @@ def address_problems(storage: str) -> list[str]:
 def mirror_of(uri: str) -> Path:
     """Returns the folder that mirrors an s3:// address on this machine."""
     cache = os.environ.get("RAYJOB_CACHE") or os.path.join("~", ".cache", "rayjob")
-    name = quote(normalized(uri).removeprefix(S3), safe="")
+    name = normalized(uri).removeprefix(S3).replace("/", "~")
     if server := urlsplit(endpoint()).netloc:
-        name += "@" + quote(server, safe="")
+        name += "~~" + re.sub(r"[^A-Za-z0-9.-]", "~", server)
     return Path(os.path.abspath(os.path.expanduser(cache))) / _MIRRORS / name
 
 
@@ -63,7 +68,7 @@ def uri_of(path: Path) -> str | None:
     place = parts.index(_MIRRORS) + 1
     if place == len(parts):
         return None
-    return S3 + "/".join([unquote(parts[place].partition("@")[0]), *parts[place + 1 :]])
+    return S3 + "/".join([parts[place].partition("~~")[0].replace("~", "/"), *parts[place + 1 :]])
 
 
 def address_of(path: Path) -> str:

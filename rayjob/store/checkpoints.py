@@ -94,6 +94,8 @@ def local_checkpoint(address: str, storage: str) -> Path:
     if not is_remote(address):
         return Path(address)
     address = normalized(address)
+    if "~" in address:
+        raise CheckpointError(f"{address} has a '~', which no address of a run has.")
     parent, _, name = address.rpartition("/")
     is_ours = is_remote(storage) and address.startswith(f"{storage}/")
     folder = mirror_of(storage) / address.removeprefix(f"{storage}/") if is_ours else mirror_of(parent) / name

@@ -23,7 +23,7 @@ from rayjob.corpus.prepare import prepare
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 LINE_BYTES = 50_000_000
-# The line as bytes and as text, normalised, cut into words (16 bytes each of 7), and its tokens; 700 MB was measured.
+# The line as bytes and as text, normalised, its words (8 bytes for the place of each, 4 for its number) and its tokens.
 MOST_BYTES = 30 * LINE_BYTES
 SAMPLE_S = 0.05
 

@@ -24,6 +24,12 @@ def test_path_in_a_mirror_says_what_it_mirrors(uri: str, endpoint: str, monkeypa
     assert address_of(mirror_of(uri) / "runs" / "small") == f"{uri}/runs/small"
 
 
+def test_name_of_a_mirror_is_the_same_in_a_uri(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    folder = mirror_of("s3://books/a")
+    assert folder.as_uri() == f"file://{folder}"
+
+
 def test_other_paths_are_no_mirrors() -> None:
     assert uri_of(Path("/data/storage/runs/small")) is None
     assert uri_of(mirror_of("s3://books").parent) is None
@@ -55,7 +61,16 @@ def test_mirror_is_not_a_key_and_is_not_written_down() -> None:
 
 
 @pytest.mark.parametrize(
-    "storage", ["gs://books/a", "s3://", "s3://B/x", "s3://books/a?region=x", f"s3://books/{'x' * 250}"]
+    "storage",
+    [
+        "gs://books/a",
+        "s3://",
+        "s3://B/x",
+        "s3://books/a?region=x",
+        "s3://books/a~b",
+        "s3://books/a b",
+        f"s3://books/{'x' * 250}",
+    ],
 )
 def test_storage_that_is_no_address_is_refused(storage: str) -> None:
     with pytest.raises(ConfigError, match="storage=.*must be|storage=.*too long"):
