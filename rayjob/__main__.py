@@ -24,8 +24,10 @@ from rayjob.config_file import load_config
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
 from rayjob.lease import reserve
 from rayjob.lock import LockedError
+from rayjob.store.errors import StoreError
 
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
+_WORK = ("prepare", "train", "run")
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR}
 
 logger = logging.getLogger("rayjob")
@@ -38,11 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.command == "show-window":
             return _show_windows(args)
-        config = load_config(args.config, args.overrides)
-        return _run(args, config)
+        return _run(args, _load_config(args, args.overrides))
     except (ConfigError, CorpusError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return BAD_USAGE
+    except StoreError as error:
+        logger.error("%s What is finished stays here; run the same command again to go on.", error)
+        return FAILED
     except OSError as error:
         if error.errno not in _STORAGE_ERRORS:
             raise
@@ -77,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="one JSON object on one line")
         if name == "eval":
             command.add_argument(
-                "--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint or run folder"
+                "--checkpoint", required=True, metavar="DIR", help="checkpoint or run folder, here or under s3://"
             )
             command.add_argument(
                 "--text", type=Path, nargs="+", metavar="PATH", help="text files instead of validation"
@@ -85,8 +89,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _load_config(args: argparse.Namespace, overrides: Sequence[str]) -> JobConfig:
+    """Returns the configuration; a storage in an object store that cannot be used is found here, before any work."""
+    config = load_config(args.config, overrides)
+    if config.mirror and args.command != "show-config":
+        from rayjob.store.s3 import storage_problems
+
+        if problems := storage_problems(config.storage, to_write=args.command in _WORK):
+            raise ConfigError(problems)
+    return config
+
+
 def _run(args: argparse.Namespace, config: JobConfig) -> int:
-    if args.command in ("prepare", "train", "run"):
+    if args.command in _WORK:
         return _work(args.command, config)
     if args.command == "eval":
         return _eval(args, config)
@@ -122,8 +137,10 @@ def _print_tree(tree: dict[str, Any], as_json: bool) -> None:
 
 def _eval(args: argparse.Namespace, config: JobConfig) -> int:
     from rayjob.commands import evaluate
+    from rayjob.store.checkpoints import local_checkpoint
 
-    print(json.dumps(evaluate(config, args.checkpoint, args.text).to_json()))
+    checkpoint = local_checkpoint(args.checkpoint, config.storage)
+    print(json.dumps(evaluate(config, checkpoint, args.text).to_json()))
     return DONE
 
 
@@ -131,7 +148,7 @@ def _show_windows(args: argparse.Namespace) -> int:
     from rayjob.commands import show_windows
     from rayjob.corpus.blocks import BlocksError
 
-    config = load_config(args.config, [argument for argument in args.ids if "=" in argument])
+    config = _load_config(args, [argument for argument in args.ids if "=" in argument])
     ids = [argument for argument in args.ids if "=" not in argument]
     if wrong := [argument for argument in ids if not argument.isascii() or not argument.isdigit()]:
         raise ConfigError([f"{argument!r} is no window id: expected a whole number." for argument in wrong])

@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rayjob.lease import Fence, hold_run
 from rayjob.lock import WaitCancelled
 from rayjob.plan import plan_line
 from rayjob.status import set_stage
+from rayjob.store.runs import adopt_run, publish_run
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.job import Outcome
@@ -46,7 +47,7 @@ def prepare(config: JobConfig, stop: threading.Event) -> PreparedCorpus:
     """
     settings = config.data, config.tokenizer, config.storage_folder
     T = config.model.max_seq_len
-    if problems := check(*settings, T):
+    if problems := check(*settings, T, is_cancelled=stop.is_set):
         raise ConfigError(problems)
     if find_prepared(*settings) is not None:
         return prepare_corpus(*settings, T, is_cancelled=stop.is_set)
@@ -78,8 +79,18 @@ def run(config: JobConfig, stop: threading.Event) -> Outcome:
         return outcome
 
 
-def _only_driver(config: JobConfig) -> AbstractContextManager[Fence]:
-    return hold_run(config.run_folder, f"run {config.run_name}")
+@contextmanager
+def _only_driver(config: JobConfig) -> Iterator[Fence]:
+    """Holds the run for the block; a run in an object store is fetched before it and published after it."""
+    with hold_run(config.run_folder, f"run {config.run_name}") as fence:
+        adopt_run(config.run_folder)
+        try:
+            yield fence
+        except BaseException:
+            with suppress(OSError):  # a store that is away must not hide what went wrong
+                publish_run(config.run_folder)
+            raise
+        publish_run(config.run_folder)
 
 
 @contextmanager
@@ -202,6 +213,7 @@ def show_config(config: JobConfig) -> dict[str, Any]:
     model: ModelConfig = config.model
     return to_tree(config) | {
         "derived": {
+            "storage_folder": str(config.storage_folder),
             "run_folder": str(config.run_folder),
             "parameters": model.n_params,
             "flops_per_token": model.flops_per_token,

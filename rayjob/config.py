@@ -1,7 +1,7 @@
 """The job's configuration tree: every key, its default and its constraints.
 
-A tree is frozen and resolved: paths are absolute, `model.vocab_size` is the tokenizer's. `rayjob/config_file.py`
-makes one from defaults < YAML < KEY=VALUE.
+A tree is frozen and resolved: paths are absolute, `model.vocab_size` is the tokenizer's, `mirror` belongs to `storage`.
+`rayjob/config_file.py` makes one from defaults < YAML < KEY=VALUE.
 """
 
 import math
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from model.config import ModelConfig
+from rayjob.store.address import address_problems
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -219,7 +220,8 @@ class CostConfig:
 @dataclass(frozen=True, slots=True)
 class JobConfig:
     run_name: str = "run"
-    storage: str = "storage"
+    storage: str = "storage"  # a folder, or s3://BUCKET/PREFIX
+    mirror: str | None = None  # derived: the folder that stands for a `storage` in an object store, on every node
     seed: int = 0
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -233,7 +235,8 @@ class JobConfig:
 
     @property
     def storage_folder(self) -> Path:
-        return Path(self.storage)
+        """Where everything is read and written; in a mirror, what is finished goes to the object store too."""
+        return Path(self.mirror or self.storage)
 
     @property
     def runs_folder(self) -> Path:
@@ -257,7 +260,7 @@ class JobConfig:
                 "and begin with a letter or digit: it names a folder."
             )
         if "://" in self.storage:
-            found.append(f"storage={self.storage} must be a folder on a mounted file system.")
+            found += address_problems(self.storage)
         if not 0 <= self.seed < 2**63:
             found.append(f"seed={self.seed} must be in [0, 2^63).")
         sections = (self.data, self.tokenizer, self.model, self.train)

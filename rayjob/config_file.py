@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from rayjob.config import ConfigError, JobConfig
+from rayjob.store.address import is_remote, mirror_of, normalized
 
-# `model.vocab_size` is not a key: it always equals the tokenizer's.
-_DERIVED_KEYS = frozenset({"model.vocab_size"})
+# Not keys: each follows from another one.
+_DERIVED_KEYS = {"model.vocab_size": "tokenizer.vocab_size", "mirror": "storage"}
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
@@ -50,7 +51,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
 def to_tree(config: JobConfig) -> dict[str, Any]:
     """Returns the configuration as plain mappings and lists, loadable again as YAML."""
     tree = dataclasses.asdict(config)
-    del tree["model"]["vocab_size"]
+    del tree["model"]["vocab_size"], tree["mirror"]
     tree["data"]["paths"] = list(config.data.paths)
     tree["optimizer"]["betas"] = list(config.optimizer.betas)
     if isinstance(config.train.num_workers, tuple):
@@ -116,7 +117,7 @@ def _leaf_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _unknown_key(key: str, known: Mapping[str, Any]) -> str:
     if key in _DERIVED_KEYS:
-        return f"{key} is derived: set tokenizer.vocab_size."
+        return f"{key} is derived: set {_DERIVED_KEYS[key]}."
     by_last_part = {name.rpartition(".")[2]: name for name in known}
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     near = near or [by_last_part[part] for part in difflib.get_close_matches(key.rpartition(".")[2], by_last_part, n=1)]
@@ -201,12 +202,16 @@ def _build(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def _resolve(config: JobConfig) -> JobConfig:
-    """Makes paths absolute and sizes the embedding from the tokenizer."""
+    """Makes paths absolute, finds the mirror of a remote storage, and sizes the embedding from the tokenizer."""
     data = dataclasses.replace(config.data, paths=tuple(_absolute(path, Path.cwd()) for path in config.data.paths))
+    storage = _absolute(config.storage, storage_base())
+    if is_remote(storage):
+        storage = normalized(storage)
     return dataclasses.replace(
         config,
         data=data,
-        storage=_absolute(config.storage, storage_base()),
+        storage=storage,
+        mirror=str(mirror_of(storage)) if is_remote(storage) else None,
         model=dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size),
     )
 

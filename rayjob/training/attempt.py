@@ -46,7 +46,7 @@ def run_ids(run_folder: Path) -> set[str]:
 
 
 def is_newest(run_folder: Path, attempt: Attempt) -> bool:
-    """Returns whether this is the run's folder as the attempt's rank 0 sees it, and no later attempt has started."""
+    """Returns whether no later attempt has started."""
     starts = _read_starts(run_folder)
     return bool(starts) and starts[-1].get("attempt") == attempt.id
 

@@ -26,6 +26,8 @@ from rayjob.training.schedule import WindowOrder, deal
 
 logger = logging.getLogger(__name__)
 
+_STREAM_DAYS = 7  # an unused stream stays on a node
+
 
 def open_windows(tokens_folder: Path, split: str, max_seq_len: int) -> "Windows":
     """Returns the windows of a split ("train" or "val") without reading the corpus into memory."""
@@ -145,8 +147,18 @@ def _flatten(tokens_folder: Path, split: str) -> Path:
     with (folder / f"{flat.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the folder is this node's own, so flock holds
         if not flat.exists() or flat.stat().st_size != 2 * n_tokens:
+            _remove_old_streams(folder)
             _write_flat(flat, token_stream(tokens_folder, split))
+        os.utime(flat)
     return flat
+
+
+def _remove_old_streams(folder: Path) -> None:
+    """Makes room; who still has one mapped keeps it, and who opens it again makes it again."""
+    oldest_s = time.time() - _STREAM_DAYS * 86_400
+    for path in folder.glob("*.uint16"):
+        if path.stat().st_mtime < oldest_s:
+            path.unlink(missing_ok=True)
 
 
 def _write_flat(flat: Path, blocks: Iterator[npt.NDArray[np.uint16]]) -> None:

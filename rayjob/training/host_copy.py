@@ -39,16 +39,15 @@ class HostCopy:
     Args:
         model: whose parameters have the share's shapes.
         optimizer: the model's.
-        share: the rank's, None if it writes nothing.
+        share: the rank's.
     """
 
-    def __init__(self, model: Llama, optimizer: torch.optim.Optimizer, share: Share | None) -> None:
+    def __init__(self, model: Llama, optimizer: torch.optim.Optimizer, share: Share) -> None:
         self._device = next(model.parameters()).device
-        weights = model.state_dict() if share and share.has_weights else {}
+        weights = model.state_dict() if share.has_weights else {}
         like = weights_of_moments(model, optimizer)
-        moments = share.moments if share else ()
         self.weights = {name: self._allocate(tensor) for name, tensor in weights.items()}
-        self.moments = {name: self._allocate(like[name]) for name in moments}
+        self.moments = {name: self._allocate(like[name]) for name in share.moments}
         self.rng: dict[str, Tensor] = {}
 
     def fill(self, model: Llama, optimizer: torch.optim.Optimizer) -> None:

@@ -32,6 +32,8 @@ from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig
 from rayjob.corpus.blocks import Manifest
 from rayjob.lease import Fence
+from rayjob.store.runs import publish_run
+from rayjob.store.shared import check_shared
 from rayjob.training.attempt import Attempt, begin_attempt
 from rayjob.training.bad_numbers import BadSteps
 from rayjob.training.ddp import Parallel, wrap
@@ -78,6 +80,7 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     task: TrainTask = loop_config["task"]
     run_folder = task.config.run_folder
     _hide_reports_of_ray()
+    check_shared(task.config)
     device = _set_up_device(dist.get_world_size())
     # Rank 0 looks and tells the others, so that all do the same.
     failed, group = _from_rank_0((has_failed(run_folder), uuid.uuid4().hex), device)
@@ -125,7 +128,7 @@ class TrainWorker:
         hooks = SaverHooks(
             describe=lambda state: state_document(config, attempt, state),
             flush=self.recorder.flush if self.recorder else lambda: None,
-            committed=lambda folder: None,
+            committed=lambda folder: publish_run(folder.parent),
             report=lambda folder, state: _report(folder, state),
         )
         tokenizer_folder, keep = self.task.tokenizer_folder, config.checkpoint.keep

@@ -1,7 +1,6 @@
 """Saves in the background, on all ranks: training stops only while its state is copied to host memory.
 
-1. At the end of a step every rank copies its share of the state, before the next update changes it. Ranks that do not
-   see rank 0's run folder, on a node with a storage of its own, have none: the others' shares are the larger for it.
+1. At the end of a step every rank copies its share of the state, before the next update changes it.
 2. A thread of each rank writes the share, hashing while it writes, and syncs it to disk.
 3. The threads tell one another how that went, over a process group of their own, so no step waits for a save.
 4. When all shares are on disk, rank 0 writes COMPLETE, renames the folder and removes what is no longer kept.
@@ -75,7 +74,7 @@ class Saver:
     """Every rank has one, and all call the same methods at the same steps.
 
     Args:
-        run_folder: the run's; of the ranks that share rank 0's, each writes a share.
+        run_folder: on storage that all ranks share.
         tokenizer_folder: its files go into each checkpoint.
         keep: newest checkpoints that stay, beside the best.
         model: unwrapped.
@@ -98,9 +97,7 @@ class Saver:
         self._model, self._optimizer, self._attempt, self._hooks = model, optimizer, attempt, hooks
         self._rank, self._n_ranks = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_AGREEMENT_TIMEOUT)
-        self._writers = self._find_writers()
-        shares = dict(zip(self._writers, deal_shares(model, optimizer, len(self._writers)), strict=True))
-        self._share = shares.get(self._rank)
+        self._share = deal_shares(model, optimizer, self._n_ranks)[self._rank]
         self._free_copies = [HostCopy(model, optimizer, self._share)]
         self._running: _Save | None = None
         self._waiting: _Save | None = None
@@ -246,17 +243,6 @@ class Saver:
         result: Outcome = outcome[0]
         return result
 
-    def _find_writers(self) -> list[int]:
-        """Returns the ranks that see rank 0's run folder."""
-        probe = self._run_folder / f"{checkpoint_name(0)}.{self._attempt.id}.tmp"
-        if self._rank == 0:
-            probe.mkdir()
-        self._gather(None)  # it is there from here on
-        sees = self._gather(probe.exists())
-        if self._rank == 0:
-            probe.rmdir()
-        return [rank for rank in range(len(sees)) if sees[rank]]
-
     def _gather(self, mine: Any) -> list[Any]:
         """Returns what each rank has to tell the savers of all."""
         told: list[Any] = [None] * self._n_ranks
@@ -267,16 +253,13 @@ class Saver:
         """Returns the entries of this rank's files, or why they could not be written."""
         copy = save.copy
         files: Files = {}
-        if self._share is None:
-            return files
         try:
             if self._share.has_weights:
                 files = draft.write_model(
                     copy.weights, self._model.config, self._tokenizer_folder, self._hooks.describe(save.state)
                 )
             tensors = copy.moments | (copy.rng if self._rank == 0 else {})
-            index = self._writers.index(self._rank)
-            return files | draft.write_trainer_tensors(tensors, index, len(self._writers))
+            return files | draft.write_trainer_tensors(tensors, self._rank, self._n_ranks)
         except Exception as error:  # whatever it is, the other ranks wait for an answer
             return f"rank {self._rank}: {_reason(error)}"
 

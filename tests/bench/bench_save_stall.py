@@ -43,6 +43,16 @@ CONFIG = ModelConfig(vocab_size=50304)  # the reference model
 INTERVAL_S = CheckpointConfig().interval_s or 180.0
 
 
+class TimedSaver(Saver):
+    """Also takes the time on a processor of each save's thread, which a busy machine does not change."""
+
+    cpu_s: list[float] = []
+
+    def _run(self, *arguments: Any) -> None:
+        super()._run(*arguments)
+        self.cpu_s.append(time.thread_time())  # of this thread, which ends here
+
+
 class Bench:
     """One worker."""
 
@@ -67,7 +77,7 @@ class Bench:
             describe=RunState.to_json, flush=lambda: None, committed=lambda f: None, report=lambda f, s: None
         )
         tokenizer = Path(arguments.folder) / "tokenizer"
-        self.saver = Saver(run_folder, tokenizer, 2, self.model, self.optimizer, begun[0], hooks)
+        self.saver = TimedSaver(run_folder, tokenizer, 2, self.model, self.optimizer, begun[0], hooks)
         self.state = RunState(RunIdentity("corpus", "tokenizer", 0, 1))
         self.copy_s: list[float] = []
         self.write_s: list[float] = []
@@ -109,7 +119,7 @@ class Bench:
             steps.append((now_s - began_s, is_in_save))
             began_s = now_s
         self.saver.finish()
-        return {"steps": steps, "copy_s": self.copy_s, "write_s": self.write_s}
+        return {"steps": steps, "copy_s": self.copy_s, "write_s": self.write_s, "write_cpu_s": TimedSaver.cpu_s}
 
 
 def run_worker(rank: int, arguments: argparse.Namespace, port: int) -> dict[str, Any]:
@@ -131,6 +141,7 @@ def summarise(arguments: argparse.Namespace, measured: dict[str, Any]) -> dict[s
         "quiet_step_s_max": round(max(quiet), 3),
         "copy_s": [round(seconds, 3) for seconds in measured["copy_s"]],
         "write_s": [round(seconds, 2) for seconds in measured["write_s"]],
+        "write_cpu_s": [round(seconds, 2) for seconds in measured["write_cpu_s"]],
         "slowest_step_in_save_s": round(max(in_save), 3),
         "slowest_step_in_save_ratio": round(max(in_save) / median_s, 3),
         "stall_per_save_s": round(stall_s, 3),

@@ -17,10 +17,10 @@ from tests.mounts import fill, frozen, mounted_image
 
 __all__ = ["corpus"]  # a fixture
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HANG_S = 30.0
-SETTINGS = "train.max_steps=1000000 checkpoint.interval_steps=null checkpoint.interval_s=2".split()
+SETTINGS = "train.max_steps=1000000 checkpoint.interval_steps=null checkpoint.interval_s=5".split()
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,9 @@ def wait_for_new_checkpoint(job: Job, process: subprocess.Popen[bytes]) -> str:
     return list_checkpoints(job.run_folder)[-1].name
 
 
-def test_full_and_hanging_storage_stops_no_step_and_damage_no_run(corpus: Path, disk: Path) -> None:
+def test_full_and_hanging_storage_stops_no_step_and_damage_no_run(corpus: Path, disk: Path, tmp_path: Path) -> None:
     job = Job(corpus, disk, "outages", *SETTINGS)
+    job.log = tmp_path / "outages.log"  # where there is room for what it tells
     process = job.start()
     wait_for_new_checkpoint(job, process)
 

@@ -1,4 +1,4 @@
-"""Saving by several workers: real processes, real gloo; two share a run folder, the third is on a node of its own."""
+"""Saving by several workers: real processes, real gloo, one run folder."""
 
 import socket
 from pathlib import Path
@@ -17,7 +17,6 @@ from rayjob.training.recovery import read_run
 from tests.saved_run import CONFIG, IDENTITY, SavedRun
 
 N_RANKS = 3
-APART = 1  # the rank that does not see the run folder of the others
 
 
 def run_worker(rank: int, port: int, folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def run_worker(rank: int, port: int, folder: Path, tokenizer_folder: Path) -> di
     begun = [begin_attempt(folder, 0, None) if rank == 0 else None]
     dist.broadcast_object_list(begun)
     rayjob.training.saver._RETRY_S = 0.0
-    run = SavedRun(folder.with_name("apart") if rank == APART else folder, tokenizer_folder, attempt=begun[0])
+    run = SavedRun(folder, tokenizer_folder, attempt=begun[0])
     write = model.checkpoint_writer.write_tensors
     failures: list[str] = []
 
@@ -64,12 +63,13 @@ def workers(folder: Path, small_tokenizer: Path) -> list[dict[str, Any]]:
         return pool.starmap(run_worker, [(r, port, folder, small_tokenizer) for r in range(N_RANKS)], chunksize=1)
 
 
-def test_ranks_that_share_the_folder_write_the_state_together(workers: list[dict[str, Any]], folder: Path) -> None:
+def test_every_rank_writes_its_share_and_together_they_are_the_state(
+    workers: list[dict[str, Any]], folder: Path
+) -> None:
     saved = folder / "step_00000003"
     verify_checkpoint(saved)
     shards = [name for name in read_complete(saved) if name.startswith("trainer/tensors")]
-    assert shards == [f"trainer/tensors-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    assert not folder.with_name("apart").exists()
+    assert shards == [f"trainer/tensors-0000{rank}-of-00003.safetensors" for rank in (1, 2, 3)]
     found = load_trainer_tensors(saved)
     wanted = workers[1]["tensors"]  # the ranks hold equal states
     for name in load_model(saved).state_dict():

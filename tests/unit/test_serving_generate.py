@@ -93,6 +93,7 @@ BAD_USAGE = [
     (["--prompt", "a", "--seed", "-1"], "seed"),
     (["--prompt", "a", "--unknown", "1"], "--unknown"),
     (["--prompt", "word " * 100], str(MAX_SEQ_LEN)),
+    (["--prompt", "a", "--checkpoint", "s3://b/runs/x"], "must be a local checkpoint"),
 ]
 
 
