@@ -11,7 +11,6 @@ from rayjob.config import JobConfig
 from rayjob.store.checkpoints import find_checkpoints
 from rayjob.store.runs import fetch_run_files
 from rayjob.training.attempt import STARTS_FILE
-from rayjob.training.gradient_watch import OUTLIER_Z
 from rayjob.training.metrics import MetricsRow, read_metrics
 from rayjob.training.mlflow_sink import read_run_id
 
@@ -55,8 +54,6 @@ def read_status(config: JobConfig) -> dict[str, Any]:
         "eta_s": _eta_s(last, max_steps, rate),
         "cost_usd": last.cost_usd if last else 0.0,
         "restarts": _restarts(folder),
-        "skipped_steps": sum(row.skipped for row in rows),
-        "gradient_outliers": sum(row.grad_z is not None and row.grad_z > OUTLIER_Z for row in rows),
     }
 
 
