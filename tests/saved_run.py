@@ -11,7 +11,7 @@ from model.llama import Llama
 from rayjob.config import CheckpointConfig, JobConfig, OptimizerConfig
 from rayjob.training.attempt import Attempt, begin_attempt
 from rayjob.training.evaluation import Evaluation
-from rayjob.training.optimizer import build_optimizer
+from rayjob.training.optimizer import build_optimizer, optimizer_tensors
 from rayjob.training.saver import Saver, SaverHooks
 from rayjob.training.saving import RunIdentity, RunState, state_document
 
@@ -88,6 +88,6 @@ class SavedRun:
             self.save()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns copies of weights and moments."""
-        moments = {f"{n}.{k}": t for n, p in self.model.named_parameters() for k, t in self.optimizer.state[p].items()}
-        return {name: tensor.detach().clone() for name, tensor in (self.model.state_dict() | moments).items()}
+        """Returns copies of weights and moments, under the names that a checkpoint has."""
+        tensors = self.model.state_dict() | optimizer_tensors(self.model, self.optimizer)
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -123,7 +123,7 @@ def test_line_at_the_start_tells_steps_and_what_is_known_of_the_time(tmp_path: P
 def write_rows(config: JobConfig, n_rows: int, tokens_per_s: float, mfu_pct: float) -> None:
     config.run_folder.mkdir(parents=True)
     writer = MetricsWriter(config.run_folder, 0)
-    names = {field.name: 0.0 for field in dataclasses.fields(MetricsRow)}
+    names = {field.name: 0 if field.type in (int, "int") else 0.0 for field in dataclasses.fields(MetricsRow)}
     for step in range(1, n_rows + 1):
         values = names | {"step": step, "epoch": 0, "tokens": step * config.tokens_per_step}
         writer.write(MetricsRow(**values | {"tokens_per_s": tokens_per_s, "mfu_pct": mfu_pct}))  # type: ignore[arg-type]

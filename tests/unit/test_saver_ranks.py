@@ -75,7 +75,7 @@ def test_every_rank_writes_its_share_and_together_they_are_the_state(
     for name in load_model(saved).state_dict():
         assert (load_model(saved).state_dict()[name].numpy() == wanted[name]).all()
         for moment in ("exp_avg", "exp_avg_sq"):
-            assert (found[f"{moment}.{name}"].numpy() == wanted[f"{name}.{moment}"]).all()
+            assert (found[f"{moment}.{name}"].numpy() == wanted[f"{moment}.{name}"]).all()
     assert read_run(saved, CONFIG, IDENTITY).step == 3
 
 
