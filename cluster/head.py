@@ -37,6 +37,12 @@ def running_ports(settings: Settings) -> dict[str, int]:
     return dict(facts["ports"]) if is_complete(recorded) else {}
 
 
+def identity(settings: Settings) -> str:
+    """Returns what tells our running head from every other that was or will be; empty if there is none."""
+    recorded, _ = processes.load_record(record_path(settings))
+    return " ".join(f"{one.boot}/{one.pid}/{one.started_ticks}" for one in recorded if CORE[0] in one.command)
+
+
 def is_complete(recorded: list[processes.Process]) -> bool:
     """Says whether all that a head consists of still runs."""
     return all(

@@ -64,7 +64,7 @@ def check_config(config: Path, overrides: Sequence[str], caller: Path) -> Run:
     return Run(
         name=resolved["run_name"],
         folder=absolute(folder, caller),
-        storage=Path(absolute(resolved["storage"], caller)),
+        storage=Path(absolute(str(resolved["derived"]["storage_folder"]), caller)),
         arguments=(*arguments, *absolute_overrides(resolved, caller)),
         budgets=Budgets(resolved["failure"]["max_failures"], resolved["failure"]["max_preemptions"]),
     )

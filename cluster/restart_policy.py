@@ -1,7 +1,8 @@
 """Whether a job that has ended is worth another attempt. Pure: no clock, no Ray, no files.
 
 1. A job that is done, was stopped on request or refuses what it was given ends the command with its exit code.
-2. A lost driver or head is not the job's fault: it counts against the budget of losses.
+2. A lost driver or head is not the job's fault: it counts against the budget of losses, and any number is allowed
+   that way. But what is lost again and again without a step gained is killed by itself: FRUITLESS in a row end it.
 3. A failure counts against the budget of failures; a second one without a step gained in between would only repeat.
 4. Every restart waits twice as long as the one before, up to a bound; a step gained makes the wait short again.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 60.0
 UNLIMITED = -1
+FRUITLESS = 5  # losses and failures in a row that gained no step; with their waits about half a minute and five starts
 
 
 class Kind(enum.Enum):
@@ -85,6 +87,8 @@ def decide(history: History, budgets: Budgets, end: End, step: int | None) -> tu
         return now, Finish(end.exit_code, reason)
     if over := budget_overdrawn(now, budgets, end.kind):
         return now, Finish(end.exit_code, f"{end.reason}; {over}")
+    if now.ends_without_progress >= FRUITLESS:
+        return now, Finish(end.exit_code, f"{end.reason}; {fruitless(now)}")
     return now, Restart(backoff_s(now.ends_without_progress), f"{end.reason} (step {now.best_step})")
 
 
@@ -109,6 +113,15 @@ def budget_overdrawn(history: History, budgets: Budgets, kind: Kind) -> str:
     else:
         key, used, allowed = "failure.max_preemptions", history.losses, budgets.max_losses
     return "" if allowed == UNLIMITED or used <= allowed else f"{key}={allowed} allows no more restarts"
+
+
+def fruitless(history: History) -> str:
+    """Returns why another attempt would be as useless as the last ones, and what to look for."""
+    return (
+        f"{history.ends_without_progress} attempts in a row have gained no step (step {history.best_step}). If the "
+        "system kills it for want of memory (dmesg says so), lower train.micro_batch_size or take a larger machine; "
+        "if it is taken away before its first save, lower checkpoint.interval_s"
+    )
 
 
 def backoff_s(ends_without_progress: int) -> float:

@@ -19,10 +19,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from cluster import deploy, head, locks, product, services, submit, tracking_server
+from cluster import deploy, head, locks, product, redeploy, services, spot, submit, tracking_server
 from cluster.settings import REPOSITORY, Settings, SettingsError, forget_other_clusters
+from cluster.shell_parent import follow_shell
 from cluster.supervise import Supervisor
 from cluster.upload import UploadError
 
@@ -71,11 +73,31 @@ def main(arguments: Sequence[str]) -> int:
 
 def prepare_process() -> None:
     """Sets signals, log levels and variables of this process so that neither shell nor Ray surprises us."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background commands with SIGINT ignored
-        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands with it ignored
+    signal.signal(signal.SIGTERM, interrupt_once)
+    follow_shell()
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk"):  # its notes on packing and ignoring files
         logging.getLogger(name).setLevel(logging.ERROR)
     forget_other_clusters(os.environ)
+
+
+def interrupt_once(number: int, _frame: FrameType | None) -> None:
+    """Acts on the first SIGTERM as on Ctrl-C. A pod may get several, and one more must not cut the saving short."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def watch_for_preemption() -> None:
+    """Has a notice of AWS or Google Cloud act like SIGTERM, which is the notice of others.
+
+    This machine has the head, so that all ends with it: there is nothing to drain to, and saving at once loses least.
+    """
+
+    def stop(notice: spot.Notice) -> None:
+        print(f"\nPreemption notice from {notice.source}: {notice.grace_s:.0f} s left.", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    spot.watch_clouds(os.environ, stop)
 
 
 def run_all(settings: Settings, run: product.Run, caller: Path) -> int:
@@ -83,6 +105,7 @@ def run_all(settings: Settings, run: product.Run, caller: Path) -> int:
     try:
         lock = settings.state / "locks" / f"{run.key}.lock"
         with locks.hold(lock, wait=False, purpose=f"run_all for {run.folder}"):
+            watch_for_preemption()
             exit_code = Supervisor(settings, run, caller).keep_running()
             if exit_code == 0:
                 serve(settings, product.read_status(run, caller))
@@ -100,6 +123,7 @@ def serve(settings: Settings, status: dict[str, Any]) -> None:
     if not checkpoint:
         raise deploy.DeployError("the run has no checkpoint to serve.")
     deploy.deploy(settings, str(checkpoint))
+    redeploy.keep(settings)
     head.warn_exposed(settings)
     text = deploy.generate(settings)
     print(f"\nPrompt: {deploy.PROMPT}\nText:   {text}\n", flush=True)

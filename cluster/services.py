@@ -32,9 +32,13 @@ def start(settings: Settings, storage: Path | None) -> None:
     """
     with hold_services(settings):
         check_ports(settings, head.HEAD_PORTS if storage is None else DEFAULT_PORTS)
-        if storage is not None:
-            tracking_server.ensure_server(settings, storage)
+        if storage is None:
+            head.ensure_head(settings)
+            return
+        is_new = tracking_server.launch(settings, storage)  # both take seconds, so both at once
         head.ensure_head(settings)
+        if is_new:
+            tracking_server.await_ready(settings)
 
 
 def start_tracking_server(settings: Settings, storage: Path) -> None:
@@ -46,7 +50,8 @@ def start_tracking_server(settings: Settings, storage: Path) -> None:
     """
     with hold_services(settings):
         check_ports(settings, ["MLFLOW_PORT"])
-        tracking_server.ensure_server(settings, storage)
+        if tracking_server.launch(settings, storage):
+            tracking_server.await_ready(settings)
 
 
 def hold_services(settings: Settings) -> AbstractContextManager[None]:

@@ -114,8 +114,8 @@ def google_notice(base_url: str) -> Notice | None:
     return Notice("Google Cloud", GOOGLE_GRACE_S) if answer.strip() == "TRUE" else None
 
 
-def watch(ask: Callable[[], Notice | None], notices: SimpleQueue[Notice], stop: threading.Event) -> None:
-    """Asks until there is a notice, which it queues, or until `stop` is set."""
+def watch(ask: Callable[[], Notice | None], on_notice: Callable[[Notice], None], stop: threading.Event) -> None:
+    """Asks until there is a notice, which it hands on, or until `stop` is set."""
     pause_s = UNREACHABLE_POLL_S
     while not stop.is_set():
         try:
@@ -125,9 +125,18 @@ def watch(ask: Callable[[], Notice | None], notices: SimpleQueue[Notice], stop: 
         else:
             pause_s = POLL_S
         if notice:
-            notices.put(notice)
+            on_notice(notice)
             return
         stop.wait(pause_s)
+
+
+def watch_clouds(environment: Mapping[str, str], on_notice: Callable[[Notice], None]) -> threading.Event:
+    """Asks the metadata servers from threads of their own until the returned event is set."""
+    stop = threading.Event()
+    aws, google = metadata_servers(environment)
+    for ask in (lambda: aws_notice(aws), lambda: google_notice(google)):
+        threading.Thread(target=watch, args=(ask, on_notice, stop), name="spot", daemon=True).start()
+    return stop
 
 
 def metadata_servers(environment: Mapping[str, str]) -> tuple[str, str]:
@@ -145,10 +154,7 @@ def await_notice(environment: Mapping[str, str], term_grace_s: float) -> Notice:
         notices.put(Notice("SIGTERM", term_grace_s))
 
     signal.signal(signal.SIGTERM, terminate)
-    stop = threading.Event()
-    aws, google = metadata_servers(environment)
-    for ask in (lambda: aws_notice(aws), lambda: google_notice(google)):
-        threading.Thread(target=watch, args=(ask, notices, stop), daemon=True).start()
+    stop = watch_clouds(environment, notices.put)
     try:
         return notices.get()
     finally:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from cluster import head, services, tracking_server
+from cluster import head, redeploy, services, tracking_server
 from cluster.settings import STOP_WAIT_S, Settings, SettingsError, auth_headers, forget_other_clusters
 
 
@@ -20,6 +20,7 @@ def main() -> int:
         return 2
     if head.running_ports(settings):
         stop_jobs(settings)
+    redeploy.forget(settings)
     ended = head.stop(settings) + tracking_server.stop(settings)
     print(f"Stopped {ended} processes." if ended else "Nothing was running.")
     return 0

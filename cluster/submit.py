@@ -3,7 +3,8 @@
 1. A job of the same run folder that still runs is joined, not doubled.
 2. Otherwise the next free attempt is submitted: Ray takes a submission id once only.
 3. Lines of the job's log are printed as they come.
-4. Ctrl-C or SIGTERM stops the job, which saves a checkpoint, and waits for it.
+4. Ctrl-C or SIGTERM stops the job, which saves a checkpoint, and waits for it. A pod may have five seconds left, so the
+   driver gets the signal from here, and only then from Ray, which also kills it if it does not end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import IO, Any
 from ray.dashboard.modules.job.pydantic_models import JobDetails
 from ray.job_submission import JobErrorType, JobStatus, JobSubmissionClient
 
-from cluster import head
+from cluster import head, processes
 from cluster.product import Run
 from cluster.restart_policy import End, Kind
 from cluster.settings import REPOSITORY, STOP_WAIT_S, Settings, auth_headers
@@ -30,6 +31,7 @@ from cluster.upload import check_upload
 POLL_S = 0.25
 AGENT_TIMEOUT_S = 60
 ANSWER_TIMEOUT_S = 15
+RAY_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
 # How a driver ends that somebody or something killed; a shell in between would add 128 to the signal's number.
 KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}
@@ -88,13 +90,17 @@ def stop_and_wait(
     settings: Settings, client: JobSubmissionClient, job_id: str, log: LogReader, watch: Callable[[str], None]
 ) -> End:
     """Lets the job save and end, and returns how it did, which is final whatever it is."""
-    print("\nStopping: the job saves a checkpoint first.", flush=True)
     stopped_at_s = time.monotonic()
+    processes.send(find_driver(settings, job_id), signal.SIGTERM)
+    print("\nStopping: the job saves a checkpoint first.", flush=True)
     stop(client, job_id)
     try:
-        end = classify(follow(settings, client, job_id, log, watch))
+        job = follow(settings, client, job_id, log, watch)
     except HeadLostError:
         return End(Kind.FINAL, FAILED, "the Ray head died before the job had saved")
+    if KILLED.get(job.driver_exit_code or 0) is signal.SIGTERM:
+        return End(Kind.FINAL, STOPPED, "stopped before the job could take signals, so there was nothing to save")
+    end = classify(job)
     if time.monotonic() - stopped_at_s >= STOP_WAIT_S:
         return End(Kind.FINAL, FAILED, f"the job was killed: it did not end within {STOP_WAIT_S} s")
     return replace(end, kind=Kind.FINAL)
@@ -169,8 +175,15 @@ class LogReader:
             sys.stdout.flush()
 
 
+def find_driver(settings: Settings, job_id: str) -> list[processes.Process]:
+    """Returns the job's own process, on this machine; none while Ray still starts it."""
+    ours = processes.find_ours(settings.marker("head"))
+    # Ray tells the driver, and none of its tasks and actors, by this variable which job it is.
+    return [one for one in ours if f'"{job_id}"' in processes.environment_of(one.pid).get(RAY_JOB_CONFIG, "")]
+
+
 def stop(client: JobSubmissionClient, job_id: str) -> None:
-    """Asks the job to end.
+    """Asks Ray to end the job.
 
     Raises:
         KeyboardInterrupt: the interrupt came before the job was submitted, so there is nothing to wait for.

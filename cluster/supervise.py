@@ -1,7 +1,8 @@
-"""Keeps a run going on this machine until it is done: its head, its MLflow server and its job.
+"""Keeps a run going on this machine until it is done: its head, its MLflow server, its job, and Serve beside it.
 
 1. Bring up what is needed, then submit the job, or join the one that a killed supervisor left running.
-2. While the job runs, write a heartbeat and start the MLflow server again if it dies.
+2. While the job runs, write a heartbeat, start the MLflow server again if it dies, and deploy again what Serve ran on
+   a head that died.
 3. When the job ends, ask the policy. If another attempt is worth it, wait, bring back what is missing and submit
    `<run>-<next attempt>`, which goes on from the newest checkpoint. Otherwise return the job's own exit code.
 
@@ -16,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import head, product, services, submit, tracking_server
+from cluster import head, product, redeploy, services, submit, tracking_server
 from cluster.heartbeat import heartbeat_path, read_heartbeat, write_heartbeat
 from cluster.restart_policy import End, Finish, History, Kind, decide
 from cluster.settings import Settings, SettingsError
 
 LOOK_S = 2.0  # between heartbeats, and between looks at the MLflow server
 TRACKING_RETRY_S = 60.0
+SERVICE_LOOK_S = 15.0
 EXPLAINED = (submit.DONE, submit.STOPPED)  # exit codes that need no word of ours
 
 
@@ -40,6 +42,7 @@ class Supervisor:
     _history: History = field(default_factory=History)
     _next_look_s: float = 0.0
     _next_tracking_s: float = 0.0
+    _next_service_s: float = 0.0
 
     def keep_running(self) -> int:
         """Runs the job to an end that is final and returns its exit code.
@@ -74,6 +77,7 @@ class Supervisor:
             services.start(self.settings, self.run.storage)
         except (SettingsError, head.HeadError, tracking_server.TrackingServerError, OSError) as error:
             return End(Kind.FAILED, submit.FAILED, f"the cluster does not come up again: {error}")
+        self._next_service_s = 0.0  # a new head may have to be given what the last one ran
         return self._follow_job()
 
     def _follow_job(self) -> End:
@@ -88,7 +92,7 @@ class Supervisor:
         return end
 
     def _look(self, job_id: str) -> None:
-        """Notes that the job is followed, and cares for the MLflow server, every LOOK_S seconds."""
+        """Notes that the job is followed, and cares for what is beside it, every LOOK_S seconds."""
         if job_id == self.job_id and self.now() < self._next_look_s:
             return
         self._next_look_s = self.now() + LOOK_S
@@ -96,6 +100,7 @@ class Supervisor:
         self.attempt = max(self.attempt, submit.attempt_of(self.run.name, job_id))
         self._beat("run")
         self._keep_tracking_server()
+        self._keep_service()
 
     def _keep_tracking_server(self) -> None:
         """Starts the MLflow server again if it died; the job does not need it, so a failure is only told."""
@@ -107,6 +112,16 @@ class Supervisor:
         except (SettingsError, tracking_server.TrackingServerError, OSError) as error:
             print(f"warning: {error}; trying again in {TRACKING_RETRY_S:.0f} s.", file=sys.stderr)
             self._next_tracking_s = self.now() + TRACKING_RETRY_S
+
+    def _keep_service(self) -> None:
+        """Has Serve run what it ran before the head was lost; the job comes first, so a failure is only told."""
+        if self.now() < self._next_service_s:
+            return
+        self._next_service_s = self.now() + SERVICE_LOOK_S
+        try:
+            redeploy.keep(self.settings)
+        except (OSError, RuntimeError) as error:  # Ray's client raises the second for all but 200
+            print(f"warning: the service was not looked after: {error}.", file=sys.stderr)
 
     def _read_step(self, end: End) -> int | None:
         """Returns the run's step, None if it is not needed or not to be had."""

@@ -29,22 +29,16 @@ def running_ports(settings: Settings) -> dict[str, int]:
     return {"MLFLOW_PORT": facts["port"]} if any(map(processes.is_alive, recorded)) else {}
 
 
-def ensure_server(settings: Settings, storage: Path) -> None:
-    """Makes the server show the store under `storage` and waits until it answers.
-
-    The job must not start before: two processes that both set up a fresh sqlite store at once break each
-    other ("table … already exists").
-
-    Raises:
-        TrackingServerError: it ended or did not answer in time.
-    """
+def launch(settings: Settings, storage: Path) -> bool:
+    """Has a server show the store under `storage`; returns whether it is a new one, which does not answer yet."""
     recorded, facts = processes.load_record(record_path(settings))
     if any(map(processes.is_alive, recorded)):
         if (facts["storage"], facts["port"]) == (str(storage), settings.ports["MLFLOW_PORT"]):
-            return
+            return False
         print(f"The MLflow server showed {facts['storage']}; it now shows {storage}.", flush=True)
     stop(settings)
     start(settings, storage)
+    return True
 
 
 def stop(settings: Settings) -> int:
@@ -57,15 +51,10 @@ def stop(settings: Settings) -> int:
 
 
 def start(settings: Settings, storage: Path) -> None:
-    """Starts the server and waits until it answers.
-
-    Raises:
-        TrackingServerError: it ended or did not answer in time.
-    """
+    """Starts the server and notes its process."""
     folder = storage / "mlflow"
     folder.mkdir(parents=True, exist_ok=True)
-    log = settings.state / "mlflow.log"
-    with log.open("w") as output:
+    with log_path(settings).open("w") as output:
         server = subprocess.Popen(
             command(settings, folder),
             env=environment(settings),
@@ -77,12 +66,27 @@ def start(settings: Settings, storage: Path) -> None:
     process = processes.look(server.pid)
     facts = {"storage": str(storage), "port": settings.ports["MLFLOW_PORT"]}
     processes.save_record(record_path(settings), [process] if process else [], **facts)
+
+
+def log_path(settings: Settings) -> Path:
+    return settings.state / "mlflow.log"
+
+
+def await_ready(settings: Settings) -> None:
+    """Waits until a new server answers.
+
+    A job must not start before: two processes that both set up a fresh sqlite store at once break each other
+    ("table … already exists").
+
+    Raises:
+        TrackingServerError: it ended or did not answer in time.
+    """
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not ports.answers(f"{settings.mlflow_url}/health"):
-        if server.poll() is not None or time.monotonic() > deadline_s:
+        if not running_ports(settings) or time.monotonic() > deadline_s:
             stop(settings)
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise TrackingServerError(f"the MLflow server did not come up. The end of {log}:\n{tail}")
+            tail = "\n".join(log_path(settings).read_text(errors="replace").splitlines()[-15:])
+            raise TrackingServerError(f"the MLflow server did not come up. The end of {log_path(settings)}:\n{tail}")
         time.sleep(0.1)
     print(f"Started the MLflow server ({settings.mlflow_url}).", flush=True)
 

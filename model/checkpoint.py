@@ -3,13 +3,13 @@
     step_00001200/
       model.safetensors  config.json  generation_config.json     what LlamaForCausalLM loads, fp32
       tokenizer.model  tokenizer_config.json  normalizer.json …  the tokenizer folder's files
-      trainer/tensors.safetensors  trainer/state.json            what only a resumed training needs
+      trainer/tensors-00001-of-00004.safetensors …               optimizer and RNG, a file from each rank;
+                                                                 of one rank, trainer/tensors.safetensors
+      trainer/state.json                                         what else a resumed training needs
       COMPLETE                                                   every file's size and sha256
 
-A save writes all of it under `step_00001200.tmp`, COMPLETE last, syncs it to disk and renames it: an
-interrupted save leaves a `.tmp` folder, which no function here takes for a checkpoint and the next save of
-the run removes. A loader compares each file with COMPLETE before it reads it, and reads nothing but
-safetensors and JSON: nothing is unpickled.
+`model/checkpoint_writer.py` writes it. A loader compares each file with COMPLETE before it reads it, and reads
+nothing but safetensors and JSON: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -18,40 +18,28 @@ import json
 import logging
 import math
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from model.complete import (
-    COMPLETE,
-    CheckpointError,
-    read_complete,
-    sync,
-    verify_files,
-    verify_size,
-    write_complete,
-)
+from model.complete import COMPLETE, CheckpointError, read_complete, verify_files, verify_size
 from model.config import ModelConfig
 from model.llama import Llama
-from model.tokenizer import BOS_ID, EOS_ID
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-TRAINER_TENSORS = "trainer/tensors.safetensors"
 TRAINER_STATE = "trainer/state.json"
 
-_REQUIRED = {WEIGHTS, CONFIG, GENERATION_CONFIG, TRAINER_TENSORS, TRAINER_STATE}
 _NAME = re.compile(r"step_(\d{8,})")
-_TEMPORARY_NAME = re.compile(r"step_\d{8,}\.tmp")
+_SHARD_NAME = re.compile(r"trainer/tensors-\d{5}-of-(\d{5})\.safetensors")
 
 
 def checkpoint_name(step: int) -> str:
@@ -64,55 +52,11 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def save_checkpoint(
-    run_folder: Path,
-    step: int,
-    *,
-    model: Mapping[str, Tensor],
-    config: ModelConfig,
-    tokenizer_folder: Path,
-    trainer_tensors: Mapping[str, Tensor],
-    trainer_state: Mapping[str, Any],
-) -> Path:
-    """Writes the checkpoint of a step and returns its folder, durable when this returns.
-
-    A sound checkpoint of the same step is kept as it is: the same step of a run has the same weights, and so
-    there is no moment without it. A damaged one is replaced.
-
-    Args:
-        run_folder: the folder of the run; created if missing.
-        step: optimizer steps done.
-        model: the state dict of a `Llama`, without the prefixes of compile and DistributedDataParallel.
-        config: the model's.
-        tokenizer_folder: all its files are copied.
-        trainer_tensors: optimizer and RNG tensors, by any names.
-        trainer_state: a JSON object; `step` is set, and `val_loss` is null unless it is a finite number.
-
-    Raises:
-        ValueError: the state dict is not that of the config's model.
-    """
-    _check_state_dict(model, config)
-    folder = run_folder / checkpoint_name(step)
-    _remove_leftovers(run_folder)
-    if _is_sound(folder):
-        logger.info("%s is complete already and was kept.", folder)
-        return folder
-    temporary = folder.with_name(folder.name + ".tmp")
-    (temporary / "trainer").mkdir(parents=True)
-    for source in (path for path in tokenizer_folder.iterdir() if path.is_file()):
-        shutil.copyfile(source, temporary / source.name)
-    _write_tensors(temporary / WEIGHTS, {name: tensor.float() for name, tensor in model.items()})
-    _write_json(temporary / CONFIG, config.to_hf() | {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID})
-    _write_json(temporary / GENERATION_CONFIG, {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID})
-    _write_tensors(temporary / TRAINER_TENSORS, trainer_tensors)
-    _write_json(temporary / TRAINER_STATE, _scored_state(step, trainer_state))
-    write_complete(temporary)
-    if folder.exists():
-        logger.warning("%s was damaged and is replaced.", folder)
-        shutil.rmtree(folder)
-    temporary.rename(folder)
-    sync(run_folder)
-    return folder
+def trainer_tensors_name(rank: int, n_ranks: int) -> str:
+    """Returns the name of the file that one of `n_ranks` ranks writes its trainer tensors to."""
+    if n_ranks == 1:
+        return "trainer/tensors.safetensors"
+    return f"trainer/tensors-{rank + 1:05d}-of-{n_ranks:05d}.safetensors"
 
 
 def verify_checkpoint(folder: Path) -> None:
@@ -121,7 +65,8 @@ def verify_checkpoint(folder: Path) -> None:
     Raises:
         CheckpointError: a file is missing or differs, COMPLETE included.
     """
-    verify_files(folder, _REQUIRED | read_complete(folder).keys())
+    files = read_complete(folder)
+    verify_files(folder, _required(files) | files.keys())
 
 
 def is_complete(folder: Path) -> bool:
@@ -211,43 +156,31 @@ def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch
 
 
 def load_trainer_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the trainer's tensors, on the CPU, and its state as they were saved.
+    """Returns the trainer's tensors and its state; raises as the two functions below do."""
+    return load_trainer_tensors(folder), read_trainer_state(folder)
+
+
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """Returns the trainer's state as it was saved.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
     verify_files(folder, [TRAINER_STATE])
     state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_bytes())
-    return _read_tensors(folder, TRAINER_TENSORS), state
+    return state
 
 
-def _check_state_dict(model: Mapping[str, Tensor], config: ModelConfig) -> None:
-    """Refuses, before hours of training are saved under them, names and shapes that no load would accept."""
-    with torch.device("meta"):
-        wanted = {name: tensor.shape for name, tensor in Llama(config).state_dict().items()}
-    found = {name: tensor.shape for name, tensor in model.items()}
-    if found != wanted:
-        differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-        raise ValueError(
-            f"the state dict differs from the config's model in {len(differing)} tensors, first "
-            f"{differing[0]}: expected {wanted.get(differing[0])}, got {found.get(differing[0])}. "
-            "Save the unwrapped module's state dict (no `module.` or `_orig_mod.` prefix)."
-        )
+def load_trainer_tensors(folder: Path) -> dict[str, Tensor]:
+    """Returns the trainer's tensors, on the CPU, as they were saved by however many ranks.
 
-
-def _remove_leftovers(run_folder: Path) -> None:
-    """Removes what interrupted saves left behind, and makes sure that the run folder exists."""
-    run_folder.mkdir(parents=True, exist_ok=True)
-    for leftover in run_folder.iterdir():
-        if _TEMPORARY_NAME.fullmatch(leftover.name):
-            logger.warning("%s is what an interrupted save left, and was removed.", leftover)
-            shutil.rmtree(leftover)
-
-
-def _scored_state(step: int, trainer_state: Mapping[str, Any]) -> dict[str, Any]:
-    val_loss = trainer_state.get("val_loss")
-    score = float(val_loss) if val_loss is not None and math.isfinite(val_loss) else None
-    return {**trainer_state, "step": step, "val_loss": score}
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(_trainer_tensors_names(read_complete(folder))):
+        tensors |= _read_tensors(folder, name)
+    return tensors
 
 
 def _val_loss(folder: Path) -> float | None:
@@ -259,28 +192,22 @@ def _val_loss(folder: Path) -> float | None:
     return val_loss if isinstance(val_loss, float) and math.isfinite(val_loss) else None
 
 
-def _is_sound(folder: Path) -> bool:
-    try:
-        verify_checkpoint(folder)
-    except CheckpointError:
-        return False
-    return True
-
-
 def _require_complete(folder: Path) -> None:
     """Raises the CheckpointError of a missing file or a wrong size; contents are not read."""
     files = read_complete(folder)
-    for name in _REQUIRED | files.keys():
+    for name in _required(files) | files.keys():
         verify_size(folder, name, files)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_cpu, path, metadata={"format": "pt"})  # transformers asks for the format
+def _required(files: Iterable[str]) -> set[str]:
+    """Returns the names that a COMPLETE with these names must have."""
+    return {WEIGHTS, CONFIG, GENERATION_CONFIG, TRAINER_STATE} | _trainer_tensors_names(files)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def _trainer_tensors_names(files: Iterable[str]) -> set[str]:
+    """Returns the names of the trainer's tensor files, of which COMPLETE may lack some."""
+    n_ranks = max((int(match[1]) for name in files if (match := _SHARD_NAME.fullmatch(name))), default=1)
+    return {trainer_tensors_name(rank, n_ranks) for rank in range(n_ranks)}
 
 
 def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The file COMPLETE: written last into a checkpoint, it names every other file with its size and sha256.
 
-A folder without it, or with a file that differs from it, is not a checkpoint.
+A folder without it, or with a file that differs from it, is not a checkpoint. Files are hashed while they are
+written, so that a save reads nothing back.
 """
 
 from __future__ import annotations
@@ -15,25 +16,48 @@ from typing import Any
 
 COMPLETE = "COMPLETE"
 
+Files = dict[str, dict[str, Any]]  # {name relative to the checkpoint: {"size": bytes, "sha256": hex}}
+
+# Small enough to stay in the processor's cache between being written and hashed.
+_CHUNK_BYTES = 1 << 20
+
 
 class CheckpointError(ValueError):
     """A folder is not a sound checkpoint; the message names the folder, the file and the reason."""
 
 
-def write_complete(folder: Path) -> None:
-    """Syncs every file of the folder to disk, and only then writes COMPLETE, which vouches for them."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor() as pool:  # syncing and hashing leave the GIL alone
-        list(pool.map(sync, paths))
-        entries = pool.map(lambda path: {"size": path.stat().st_size, "sha256": _sha256(path)}, paths)
-        files = {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, entries, strict=True)}
-    (folder / COMPLETE).write_bytes(_render(files))
-    sync(folder / COMPLETE)
-    for subfolder in {path.parent for path in paths}:
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Writes `parts` one after another, syncs the file to disk and returns its entry for COMPLETE.
+
+    Writing and hashing leave the GIL alone, so that a training thread is not held up.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for part in parts:
+            for begin in range(0, len(part), _CHUNK_BYTES):
+                chunk = part[begin : begin + _CHUNK_BYTES]
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def write_complete(folder: Path, files: Files) -> None:
+    """Writes COMPLETE, which vouches for `files`; they are on disk already.
+
+    Raises:
+        CheckpointError: the folder does not hold what `files` says.
+    """
+    for name in files:
+        verify_size(folder, name, files)
+    write_file(folder / COMPLETE, [_render(files)])
+    for subfolder in {(folder / name).parent for name in files}:
         sync(subfolder)
 
 
-def read_complete(folder: Path) -> dict[str, dict[str, Any]]:
+def read_complete(folder: Path) -> Files:
     """Returns {file: {"size": bytes, "sha256": hex}} for every file of the folder, by its relative name.
 
     Raises:
@@ -47,7 +71,7 @@ def read_complete(folder: Path) -> dict[str, dict[str, Any]]:
             f"{folder} has no {COMPLETE} file, so it is no checkpoint or its save was interrupted."
         ) from error
     try:
-        files: dict[str, dict[str, Any]] = json.loads(content)["files"]
+        files: Files = json.loads(content)["files"]
         is_as_written = content == _render(files) and all(map(_is_entry, files.values()))
     except (ValueError, KeyError, TypeError, AttributeError):
         is_as_written = False
@@ -60,13 +84,17 @@ def verify_files(folder: Path, names: Iterable[str]) -> None:
     """Compares the size and sha256 of the named files with COMPLETE.
 
     Raises:
-        CheckpointError: COMPLETE or a file is missing or damaged.
+        CheckpointError: COMPLETE or a file is missing or damaged, or cannot be read.
     """
     files = read_complete(folder)
-    for name in names:
+
+    def verify(name: str) -> None:
         verify_size(folder, name, files)
         if _sha256(folder / name) != files[name]["sha256"]:
             raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one in {COMPLETE}.")
+
+    with ThreadPoolExecutor() as pool:  # hashing leaves the GIL alone
+        list(pool.map(verify, names))
 
 
 def verify_size(folder: Path, name: str, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -100,5 +128,8 @@ def _render(files: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

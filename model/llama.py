@@ -1,15 +1,16 @@
 """Llama-style decoder: RoPE, pre-norm RMSNorm, grouped query attention, SwiGLU, embedding tied to the head.
 
-Parameter names are those of Hugging Face's LlamaForCausalLM, so that a saved state dict is its weights file.
+The names in a state dict are those of Hugging Face's LlamaForCausalLM, so that a saved one is its weights file; in
+memory query, key and value are one parameter, and so are gate and up (`model/fused.py`).
 
 B batch, T time (new tokens), S time with cached tokens
-D d_model, H n_heads, K n_kv_heads, E head_dim, V vocab_size
+D d_model, F d_ff, H n_heads, K n_kv_heads, E head_dim, V vocab_size
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import overload
 
 import torch
@@ -17,24 +18,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.cpu_attention import CausalAttentionFunction
+from model.elementwise import RMSNormFunction, RotateFunction, SwiGLUFunction
+from model.fused import FusedLinear, Linear, name_parts_in_state_dicts, split_parts
 from model.kv_cache import AttentionCache
-from model.loss import LossSums, cross_entropy_sums
+from model.loss import LossSums, cross_entropy_sums, rows_into_gradient
 
 INIT_STD = 0.02
 
 
-class Linear(nn.Linear):
-    """Linear layer without bias; its weight is unset until `init_weights` or a checkpoint sets it."""
-
-    def __init__(self, d_in: int, d_out: int) -> None:
-        super().__init__(d_in, d_out, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Does nothing: drawing 128 million values only to overwrite them costs a second at every start."""
-
-
 class Embedding(nn.Embedding):
-    """Embedding whose weight is unset until `init_weights` or a checkpoint sets it."""
+    """Embedding whose weight is unset until `init_weights` or a checkpoint sets it.
+
+    Its gradient is sparse: it is added in place to the dense one that the same weight gets as head, where a dense one
+    would be 154 MB of zeros but for a few rows.
+    """
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the rows (…, D) of `tokens`."""
+        return F.embedding(tokens, self.weight, sparse=self.weight.device.type == "cpu")
 
     def reset_parameters(self) -> None:
         """Does nothing, for the reason given at `Linear`."""
@@ -49,9 +51,10 @@ class RMSNorm(nn.Module):
         self.eps = config.norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x_fp32 = x.float()
-        normed = x_fp32 * torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        """Returns the normed x in the dtype of the products that read it: autocast's where it is on."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return RMSNormFunction.apply(x, self.weight, self.eps, dtype)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class RotaryTables(nn.Module):
@@ -90,12 +93,6 @@ class RotaryTables(nn.Module):
         return self.cos[index].unsqueeze(-2), self.sin[index].unsqueeze(-2)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x (B, T, heads, E) turned by its positions' angles; halves paired as in Hugging Face."""
-    first, second = x.float().chunk(2, dim=-1)  # (B, T, heads, E/2) each
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
 class Attention(nn.Module):
     """Causal grouped query attention (https://arxiv.org/abs/2305.13245)."""
 
@@ -103,22 +100,25 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
+        self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.is_grouped = config.n_kv_heads < config.n_heads
         d_kv = config.n_kv_heads * config.head_dim
-        self.q_proj = Linear(config.d_model, config.d_model)
-        self.k_proj = Linear(config.d_model, d_kv)
-        self.v_proj = Linear(config.d_model, d_kv)
+        self.qkv_proj = FusedLinear(config.d_model, {"q_proj": config.d_model, "k_proj": d_kv, "v_proj": d_kv})
         self.o_proj = Linear(config.d_model, config.d_model)
 
     def forward(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: AttentionCache | None
     ) -> Tensor:
         B, T, D = x.shape
-        q = rotate(self.q_proj(x).view(B, T, -1, self.head_dim), *rotation).transpose(1, 2)  # (B, H, T, E)
-        k = rotate(self.k_proj(x).view(B, T, -1, self.head_dim), *rotation).transpose(1, 2)  # (B, K, T, E)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, E)
+        H, K = self.n_heads, self.n_kv_heads
+        qk, v = self.qkv_proj(x).view(B, T, H + 2 * K, self.head_dim).split((H + K, K), dim=2)
+        q, k = RotateFunction.apply(qk, *rotation).transpose(1, 2).split((H, K), dim=1)  # type: ignore[no-untyped-call]
+        v = v.transpose(1, 2)  # (B, K, T, E), as k; q is (B, H, T, E)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)  # (B, K, S, E)
+        if cache is None and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+            y = CausalAttentionFunction.apply(q, k, v)  # type: ignore[no-untyped-call]
+            return self.o_proj(y.view(B, T, D))  # type: ignore[no-any-return]
         # Without a mask either S = T, or one query sees all S keys.
         is_causal = mask is None and T > 1
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=self.is_grouped)
@@ -130,12 +130,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.d_model, config.d_ff)
-        self.up_proj = Linear(config.d_model, config.d_ff)
+        self.gate_up_proj = FusedLinear(config.d_model, {"gate_proj": config.d_ff, "up_proj": config.d_ff})
         self.down_proj = Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(SwiGLUFunction.apply(self.gate_up_proj(x)))  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Layer(nn.Module):
@@ -164,6 +163,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config)
         self.rotary = RotaryTables(config)
+        # A list of callables and not of modules, so that a compiled layer has no parameters of its own.
+        self.compiled_layers: list[Callable[..., Tensor]] = []
 
     def forward(self, tokens: Tensor, cache: AttentionCache | None = None) -> Tensor:
         T = tokens.shape[1]
@@ -171,7 +172,8 @@ class Decoder(nn.Module):
         mask = None if cache is None else cache.mask(T)
         rotation = self.rotary(positions)
         x = self.embed_tokens(tokens)  # (B, T, D)
-        for layer in self.layers:
+        # Generation has other shapes at every token: compiling for each would never end.
+        for layer in self.compiled_layers if cache is None and self.compiled_layers else self.layers:
             x = layer(x, rotation, mask, cache)
         if cache is not None:
             cache.advance(T)
@@ -192,6 +194,12 @@ class Llama(nn.Module):
             raise ValueError(" ".join(problems))
         self.config = config
         self.model = Decoder(config)
+        self._rows_into_gradient = rows_into_gradient
+        name_parts_in_state_dicts(self)
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every weight by its Hugging Face name; those of a fused parameter are views of it."""
+        yield from split_parts(self, {name: parameter.detach() for name, parameter in self.named_parameters()}).items()
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -202,14 +210,14 @@ class Llama(nn.Module):
         """
         generator = torch.Generator(device="cpu").manual_seed(seed)
         residual_std = INIT_STD / math.sqrt(2 * self.config.n_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
+        for name, weight in self.parts():
+            if weight.dim() == 1:
+                weight.fill_(1.0)
                 continue
             std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else INIT_STD
             # Drawn on the CPU in fp32, so that every device and dtype starts from the same numbers.
-            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            parameter.copy_(drawn.normal_(0.0, std, generator=generator))
+            drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+            weight.copy_(drawn.normal_(0.0, std, generator=generator))
 
     @overload
     def forward(self, tokens: Tensor, targets: None = None, cache: AttentionCache | None = None) -> Tensor: ...
@@ -235,7 +243,18 @@ class Llama(nn.Module):
         hidden = self.hidden(tokens, cache)
         if targets is None:
             return self.logits(hidden)
-        return cross_entropy_sums(hidden, self.model.embed_tokens.weight, targets)
+        return cross_entropy_sums(hidden, self.model.embed_tokens.weight, targets, self._rows_into_gradient)
+
+    def compile_layers(self) -> None:
+        """Compiles what forward without a cache runs: each layer, and the softmax of the loss.
+
+        Layer by layer, and not all in one: DistributedDataParallel then reduces the gradients of a layer while those
+        below are still computed, and all layers share what was compiled for the first.
+        """
+        self.model.compiled_layers = [
+            torch.compile(layer, dynamic=False, fullgraph=True) for layer in self.model.layers
+        ]
+        self._rows_into_gradient = torch.compile(rows_into_gradient, dynamic=False, fullgraph=True)
 
     def hidden(self, tokens: Tensor, cache: AttentionCache | None = None) -> Tensor:
         """Returns the normed last hidden states (B, T, D), for callers that need few positions' logits."""

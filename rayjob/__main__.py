@@ -22,8 +22,12 @@ from model.complete import CheckpointError
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import load_config
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
+from rayjob.lease import reserve
+from rayjob.lock import LockedError
+from rayjob.store.errors import StoreError
 
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
+_WORK = ("prepare", "train", "run")
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR}
 
 logger = logging.getLogger("rayjob")
@@ -36,11 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.command == "show-window":
             return _show_windows(args)
-        config = load_config(args.config, args.overrides)
-        return _run(args, config)
+        return _run(args, _load_config(args, args.overrides))
     except (ConfigError, CorpusError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return BAD_USAGE
+    except StoreError as error:
+        logger.error("%s What is finished stays here; run the same command again to go on.", error)
+        return FAILED
     except OSError as error:
         if error.errno not in _STORAGE_ERRORS:
             raise
@@ -59,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         ("run", "prepare, train, evaluate the best checkpoint"),
         ("status", "where the run stands"),
         ("plan", "parameters, steps, time and cost, before money is spent"),
+        ("profile", "where the time of a step goes: a trace and the dearest operators, without Ray"),
         ("eval", "evaluate a checkpoint"),
         ("show-config", "the resolved configuration"),
         ("show-window", "the documents and the text of training windows, by id"),
@@ -70,11 +77,11 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--split", choices=("train", "val"), default="train", help="side of the corpus")
         else:
             command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted key and YAML value")
-        if name in ("status", "plan", "show-config", "show-window"):
+        if name in ("status", "plan", "profile", "show-config", "show-window"):
             command.add_argument("--json", action="store_true", help="one JSON object on one line")
         if name == "eval":
             command.add_argument(
-                "--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint or run folder"
+                "--checkpoint", required=True, metavar="DIR", help="checkpoint or run folder, here or under s3://"
             )
             command.add_argument(
                 "--text", type=Path, nargs="+", metavar="PATH", help="text files instead of validation"
@@ -82,8 +89,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _load_config(args: argparse.Namespace, overrides: Sequence[str]) -> JobConfig:
+    """Returns the configuration; a storage in an object store that cannot be used is found here, before any work."""
+    config = load_config(args.config, overrides)
+    if config.mirror and args.command != "show-config":
+        from rayjob.store.s3 import storage_problems
+
+        if problems := storage_problems(config.storage, to_write=args.command in _WORK):
+            raise ConfigError(problems)
+    return config
+
+
 def _run(args: argparse.Namespace, config: JobConfig) -> int:
-    if args.command in ("prepare", "train", "run"):
+    if args.command in _WORK:
         return _work(args.command, config)
     if args.command == "eval":
         return _eval(args, config)
@@ -92,12 +110,17 @@ def _run(args: argparse.Namespace, config: JobConfig) -> int:
 
 
 def _inspect(args: argparse.Namespace, config: JobConfig) -> None:
-    """Prints what can be said without starting anything."""
+    """Prints what can be said without starting Ray."""
     if args.command == "plan":
         from rayjob.plan import make_plan, render_plan
 
         plan = make_plan(config)
         print(json.dumps(plan) if args.json else render_plan(plan))
+    elif args.command == "profile":
+        from rayjob.profile import profile_steps, render_profile
+
+        found = profile_steps(config)
+        print(json.dumps(found.to_json()) if args.json else render_profile(found))
     elif args.command == "status":
         from rayjob.status import read_status
 
@@ -114,8 +137,10 @@ def _print_tree(tree: dict[str, Any], as_json: bool) -> None:
 
 def _eval(args: argparse.Namespace, config: JobConfig) -> int:
     from rayjob.commands import evaluate
+    from rayjob.store.checkpoints import local_checkpoint
 
-    print(json.dumps(evaluate(config, args.checkpoint, args.text).to_json()))
+    checkpoint = local_checkpoint(args.checkpoint, config.storage)
+    print(json.dumps(evaluate(config, checkpoint, args.text).to_json()))
     return DONE
 
 
@@ -123,7 +148,7 @@ def _show_windows(args: argparse.Namespace) -> int:
     from rayjob.commands import show_windows
     from rayjob.corpus.blocks import BlocksError
 
-    config = load_config(args.config, [argument for argument in args.ids if "=" in argument])
+    config = _load_config(args, [argument for argument in args.ids if "=" in argument])
     ids = [argument for argument in args.ids if "=" not in argument]
     if wrong := [argument for argument in ids if not argument.isascii() or not argument.isdigit()]:
         raise ConfigError([f"{argument!r} is no window id: expected a whole number." for argument in wrong])
@@ -144,20 +169,29 @@ def _show_windows(args: argparse.Namespace) -> int:
 def _work(command: str, config: JobConfig) -> int:
     """Runs a command that may take hours: it can be stopped, and its faults become one message."""
     stop = _stop_on_signals()  # before the imports below, which take seconds
+    if command == "prepare":
+        return _do(command, config, stop)
+    try:
+        with reserve(config.run_folder, f"run {config.run_name}"):
+            return _do(command, config, stop)
+    except LockedError as error:
+        print(error, file=sys.stderr)
+        return BAD_USAGE
 
+
+def _do(command: str, config: JobConfig, stop: threading.Event) -> int:
+    """Runs the command with all that it needs, and returns its exit code."""
+    from ray.exceptions import RayActorError
     from ray.train import TrainingFailedError
 
     from rayjob import commands
     from rayjob.connection import ConnectCancelled
-    from rayjob.lock import LockedError, WaitCancelled
+    from rayjob.lock import WaitCancelled
     from rayjob.training.failure import RunFailedError
     from rayjob.training.job import Outcome
 
     try:
         outcome = {"prepare": commands.prepare, "train": commands.train, "run": commands.run}[command](config, stop)
-    except LockedError as error:
-        print(error, file=sys.stderr)
-        return BAD_USAGE
     except (ConnectCancelled, PrepareCancelled, WaitCancelled) as error:
         logger.warning("%s Run the same command again to go on.", error)
         return STOPPED
@@ -166,6 +200,9 @@ def _work(command: str, config: JobConfig) -> int:
         return FAILED
     except (RunFailedError, TrainingFailedError) as error:
         logger.error("training failed: %s", error)
+        return FAILED
+    except RayActorError as error:  # of Ray Train's controller, which nothing brings back within a driver
+        logger.error("training was cut short, the same command goes on from the last checkpoint: %s", error)
         return FAILED
     if outcome is Outcome.STOPPED:
         logger.warning("stopped on request: run the same command again to go on.")

@@ -1,4 +1,7 @@
-"""Files and folders that appear whole or not at all: temporary name, fsync, rename."""
+"""Files and folders that appear whole or not at all: temporary name, fsync, rename.
+
+In the mirror of an object store they are published as soon as they stand here; those of a run go with its saves.
+"""
 
 import os
 import shutil
@@ -6,6 +9,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from rayjob.store.publish import publish_folder, publish_written
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -27,6 +32,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync(path.parent)
+    publish_written(path)
 
 
 @contextmanager
@@ -50,12 +56,16 @@ def new_folder(final: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     _sync(final.parent)
+    publish_folder(final)
 
 
 def remove_temporary(folder: Path) -> None:
     """Deletes what killed writers left under temporary names directly in `folder`."""
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
-        path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

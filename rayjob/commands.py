@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ from rayjob.corpus.lookup import find_window
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
 from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
-from rayjob.lock import WaitCancelled, exclusive
+from rayjob.lease import Fence, hold_run
+from rayjob.lock import WaitCancelled
+from rayjob.plan import plan_line
 from rayjob.status import set_stage
+from rayjob.store.runs import adopt_run, publish_run
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.job import Outcome
 from rayjob.training.metrics import read_metrics
+from rayjob.training.tracking import is_behind
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ def prepare(config: JobConfig, stop: threading.Event) -> PreparedCorpus:
     """
     settings = config.data, config.tokenizer, config.storage_folder
     T = config.model.max_seq_len
-    if problems := check(*settings, T):
+    if problems := check(*settings, T, is_cancelled=stop.is_set):
         raise ConfigError(problems)
     if find_prepared(*settings) is not None:
         return prepare_corpus(*settings, T, is_cancelled=stop.is_set)
@@ -60,14 +64,14 @@ def train(config: JobConfig, stop: threading.Event) -> Outcome:
         CheckpointError: the run folder belongs to another corpus, tokenizer or shape.
         LockedError: another driver has the run.
     """
-    with _only_driver(config):
-        return _train(config, stop)
+    with _only_driver(config) as fence:
+        return _train(config, stop, fence)
 
 
 def run(config: JobConfig, stop: threading.Event) -> Outcome:
     """Prepares, trains, and evaluates the best checkpoint; raises as `train` does."""
-    with _only_driver(config):
-        outcome = _train(config, stop)
+    with _only_driver(config) as fence:
+        outcome = _train(config, stop, fence)
         best = best_checkpoint(config.run_folder)
         if outcome is Outcome.DONE and best:
             outcome = _evaluate_best(config, best, stop)
@@ -75,8 +79,18 @@ def run(config: JobConfig, stop: threading.Event) -> Outcome:
         return outcome
 
 
-def _only_driver(config: JobConfig) -> AbstractContextManager[None]:
-    return exclusive(config.run_folder / "driver.lock", f"run {config.run_name}")
+@contextmanager
+def _only_driver(config: JobConfig) -> Iterator[Fence]:
+    """Holds the run for the block; a run in an object store is fetched before it and published after it."""
+    with hold_run(config.run_folder, f"run {config.run_name}") as fence:
+        adopt_run(config.run_folder)
+        try:
+            yield fence
+        except BaseException:
+            with suppress(OSError):  # a store that is away must not hide what went wrong
+                publish_run(config.run_folder)
+            raise
+        publish_run(config.run_folder)
 
 
 @contextmanager
@@ -94,19 +108,22 @@ def _stage(config: JobConfig, stage: str, max_steps: int | None = None) -> Itera
         raise
 
 
-def _train(config: JobConfig, stop: threading.Event) -> Outcome:
+def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
     corpus = prepare(config, stop)
     n_steps = job.steps_of_run(config, corpus)
     if job.step_to_go_on_from(config, corpus) >= n_steps:
         logger.info("run %s has all of its %d steps: nothing to train.", config.run_name, n_steps)
         set_stage(config, Outcome.DONE.value, n_steps)
+        if is_behind(config.run_folder):
+            job.send_to_trackers(config, corpus)
         return Outcome.DONE
     if _is_spent(config):
         set_stage(config, Outcome.BUDGET.value, n_steps)
         return Outcome.BUDGET
+    logger.info(plan_line(config))
     with _stage(config, "train", n_steps):
         connect()
-        outcome = job.train(config, corpus, stop)
+        outcome = job.train(config, corpus, stop, fence)
     set_stage(config, outcome.value)
     return outcome
 
@@ -196,6 +213,7 @@ def show_config(config: JobConfig) -> dict[str, Any]:
     model: ModelConfig = config.model
     return to_tree(config) | {
         "derived": {
+            "storage_folder": str(config.storage_folder),
             "run_folder": str(config.run_folder),
             "parameters": model.n_params,
             "flops_per_token": model.flops_per_token,

@@ -1,7 +1,7 @@
 """The job's configuration tree: every key, its default and its constraints.
 
-A tree is frozen and resolved: paths are absolute, `model.vocab_size` is the tokenizer's. `rayjob/config_file.py`
-makes one from defaults < YAML < KEY=VALUE.
+A tree is frozen and resolved: paths are absolute, `model.vocab_size` is the tokenizer's, `mirror` belongs to `storage`.
+`rayjob/config_file.py` makes one from defaults < YAML < KEY=VALUE.
 """
 
 import math
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from model.config import ModelConfig
+from rayjob.store.address import address_problems
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -66,28 +67,39 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    num_workers: int = 4
+    num_workers: int | tuple[int, int] = 4  # [min, max]: as many as there is room for
     use_gpu: bool = True
     global_batch_size: int = 384  # windows per optimizer step over all workers
     micro_batch_size: int = 32  # windows per worker per forward
     epochs: int = 3
     max_steps: int | None = None  # replaces `epochs` when set
     precision: Literal["bf16", "fp32"] = "bf16"
-    compile: bool = False
+    compile: bool | None = None  # torch.compile; None: on GPUs, where it pays
     eval_interval: int = 500  # steps; the last step is always evaluated
     grad_clip: float = 1.0
     step_timeout_s: float = 120.0  # a collective that takes longer is a hung worker
 
     @property
+    def is_compiled(self) -> bool:
+        return self.use_gpu if self.compile is None else self.compile
+
+    @property
+    def min_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def max_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+    @property
     def grad_accum_steps(self) -> int:
-        """Micro-steps per optimizer step: the micro-batches of a step dealt to the workers, rounded up."""
-        return math.ceil(self.global_batch_size / (self.micro_batch_size * self.num_workers))
+        """Micro-steps per optimizer step of all workers: its micro-batches dealt to them, rounded up."""
+        return math.ceil(self.global_batch_size / (self.micro_batch_size * self.max_workers))
 
     def problems(self) -> list[str]:
         found = [
             f"train.{name}={value} must be at least 1."
             for name in (
-                "num_workers",
                 "global_batch_size",
                 "micro_batch_size",
                 "epochs",
@@ -96,12 +108,16 @@ class TrainConfig:
             )
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        if not found and self.global_batch_size % (per_round := self.micro_batch_size * self.num_workers):
+        if not 1 <= self.min_workers <= self.max_workers:
+            given = self.num_workers if isinstance(self.num_workers, int) else list(self.num_workers)
+            found.append(f"train.num_workers={given} must be at least 1, or [min, max] with 1 <= min <= max.")
+        # Fewer workers than the greatest number are dealt hands that differ by a micro-batch at most.
+        if not found and self.global_batch_size % (per_round := self.micro_batch_size * self.max_workers):
             lower = self.global_batch_size // per_round * per_round
             use = f"{lower} or {lower + per_round}" if lower else f"{per_round}"
             found.append(
                 f"train.global_batch_size={self.global_batch_size} must be a multiple of micro_batch_size x "
-                f"num_workers ({self.micro_batch_size} x {self.num_workers} = {per_round}): use {use}."
+                f"num_workers ({self.micro_batch_size} x {self.max_workers} = {per_round}): use {use}."
             )
         if not self.grad_clip > 0:
             found.append(f"train.grad_clip={self.grad_clip} must be above 0; 1.0 is usual.")
@@ -112,10 +128,14 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
+    name: Literal["adamw", "muon"] = "adamw"  # muon: the matrices of the layers; embedding and norms stay with AdamW
     lr: float = 3e-4
     min_lr: float = 3e-5
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warm-up, stable, decay
     warmup_steps: int = 2_000
+    decay_fraction: float = 0.2  # of the run's steps, at its end, in which wsd falls to min_lr
     betas: tuple[float, float] = (0.9, 0.95)
+    momentum: float = 0.95  # of muon
     weight_decay: float = 0.1  # on matrices only
 
     def problems(self) -> list[str]:
@@ -126,8 +146,12 @@ class OptimizerConfig:
             found.append(f"optimizer.min_lr={self.min_lr} must be in [0, optimizer.lr={self.lr}].")
         if self.warmup_steps < 0:
             found.append(f"optimizer.warmup_steps={self.warmup_steps} must not be negative.")
+        if not 0 < self.decay_fraction <= 1:
+            found.append(f"optimizer.decay_fraction={self.decay_fraction} must be in (0, 1]; 0.2 is usual.")
         if not all(0 <= beta < 1 for beta in self.betas):
             found.append(f"optimizer.betas={list(self.betas)} must both be in [0, 1).")
+        if not 0 <= self.momentum < 1:
+            found.append(f"optimizer.momentum={self.momentum} must be in [0, 1); 0.95 is usual.")
         if not 0 <= self.weight_decay < math.inf:
             found.append(f"optimizer.weight_decay={self.weight_decay} must not be negative.")
         return found
@@ -152,15 +176,21 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class FailureConfig:
-    max_failures: int = 3  # worker groups lost to errors before the job gives up
+    max_failures: int = 3  # worker groups lost to errors, without a checkpoint gained, before the job gives up
     max_preemptions: int = -1  # lost to announced preemptions; -1: no limit
+    max_bad_steps: int = 5  # in a row, whose loss or gradient is not finite, end the run
 
     def problems(self) -> list[str]:
-        return [
+        found = [
             f"failure.{name}={value} must be -1 (no limit) or more."
             for name in ("max_failures", "max_preemptions")
             if (value := getattr(self, name)) < -1
         ]
+        if self.max_bad_steps < 1:
+            found.append(
+                f"failure.max_bad_steps={self.max_bad_steps} must be at least 1; 1 ends at the first bad step."
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +220,8 @@ class CostConfig:
 @dataclass(frozen=True, slots=True)
 class JobConfig:
     run_name: str = "run"
-    storage: str = "storage"
+    storage: str = "storage"  # a folder, or s3://BUCKET/PREFIX
+    mirror: str | None = None  # derived: the folder that stands for a `storage` in an object store, on every node
     seed: int = 0
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -204,7 +235,8 @@ class JobConfig:
 
     @property
     def storage_folder(self) -> Path:
-        return Path(self.storage)
+        """Where everything is read and written; in a mirror, what is finished goes to the object store too."""
+        return Path(self.mirror or self.storage)
 
     @property
     def runs_folder(self) -> Path:
@@ -228,7 +260,7 @@ class JobConfig:
                 "and begin with a letter or digit: it names a folder."
             )
         if "://" in self.storage:
-            found.append(f"storage={self.storage} must be a folder on a mounted file system.")
+            found += address_problems(self.storage)
         if not 0 <= self.seed < 2**63:
             found.append(f"seed={self.seed} must be in [0, 2^63).")
         sections = (self.data, self.tokenizer, self.model, self.train)

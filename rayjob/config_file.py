@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from rayjob.config import ConfigError, JobConfig
+from rayjob.store.address import is_remote, mirror_of, normalized
 
-# `model.vocab_size` is not a key: it always equals the tokenizer's.
-_DERIVED_KEYS = frozenset({"model.vocab_size"})
+# Not keys: each follows from another one.
+_DERIVED_KEYS = {"model.vocab_size": "tokenizer.vocab_size", "mirror": "storage"}
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
@@ -50,9 +51,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
 def to_tree(config: JobConfig) -> dict[str, Any]:
     """Returns the configuration as plain mappings and lists, loadable again as YAML."""
     tree = dataclasses.asdict(config)
-    del tree["model"]["vocab_size"]
+    del tree["model"]["vocab_size"], tree["mirror"]
     tree["data"]["paths"] = list(config.data.paths)
     tree["optimizer"]["betas"] = list(config.optimizer.betas)
+    if isinstance(config.train.num_workers, tuple):
+        tree["train"]["num_workers"] = list(config.train.num_workers)
     return tree
 
 
@@ -114,7 +117,7 @@ def _leaf_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _unknown_key(key: str, known: Mapping[str, Any]) -> str:
     if key in _DERIVED_KEYS:
-        return f"{key} is derived: set tokenizer.vocab_size."
+        return f"{key} is derived: set {_DERIVED_KEYS[key]}."
     by_last_part = {name.rpartition(".")[2]: name for name in known}
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     near = near or [by_last_part[part] for part in difflib.get_close_matches(key.rpartition(".")[2], by_last_part, n=1)]
@@ -125,8 +128,11 @@ def _as_type(value: Any, hint: Any) -> Any:
     """Converts a YAML value to the annotated type; PyYAML reads 3e-4 as text, so numbers are parsed here."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        inner = next(arg for arg in args if arg is not types.NoneType)
-        return None if value is None else _as_type(value, inner)
+        if value is None and types.NoneType in args:
+            return None
+        if not (suited := [arg for arg in args if _suits(value, arg)]):
+            raise ValueError
+        return _as_type(value, suited[0])
     if origin is typing.Literal:
         if value in args and isinstance(value, str):
             return value
@@ -143,6 +149,11 @@ def _as_type(value: Any, hint: Any) -> Any:
     if hint is float:
         return _finite(value)
     return _exactly(value, hint)
+
+
+def _suits(value: Any, hint: Any) -> bool:
+    """Whether of a union's types `hint` is the one to read `value` by: a list as a tuple, all else as the first."""
+    return hint is not types.NoneType and isinstance(value, list) == (typing.get_origin(hint) is tuple)
 
 
 def _exactly(value: Any, hint: type) -> Any:
@@ -170,7 +181,8 @@ def _finite(value: Any) -> float:
 def _describe(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or null, else ".join(_describe(arg) for arg in args if arg is not types.NoneType) + " (or null)"
+        kinds = " or ".join(_describe(arg) for arg in args if arg is not types.NoneType)
+        return kinds + (" (or null)" if types.NoneType in args else "")
     if origin is typing.Literal:
         return "one of " + ", ".join(args)
     if origin is tuple:
@@ -190,12 +202,16 @@ def _build(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def _resolve(config: JobConfig) -> JobConfig:
-    """Makes paths absolute and sizes the embedding from the tokenizer."""
+    """Makes paths absolute, finds the mirror of a remote storage, and sizes the embedding from the tokenizer."""
     data = dataclasses.replace(config.data, paths=tuple(_absolute(path, Path.cwd()) for path in config.data.paths))
+    storage = _absolute(config.storage, storage_base())
+    if is_remote(storage):
+        storage = normalized(storage)
     return dataclasses.replace(
         config,
         data=data,
-        storage=_absolute(config.storage, storage_base()),
+        storage=storage,
+        mirror=str(mirror_of(storage)) if is_remote(storage) else None,
         model=dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size),
     )
 

@@ -10,6 +10,7 @@ from model.checkpoint import load_config, load_model
 from model.tokenizer import Tokenizer
 from rayjob.config import ConfigError
 from rayjob.corpus.blocks import Manifest
+from rayjob.store.checkpoints import fetch_checkpoint
 from rayjob.training.evaluation import Evaluation, evaluate
 from rayjob.training.feed import Windows, open_windows
 
@@ -22,6 +23,7 @@ def evaluate_split(checkpoint: Path, tokens_folder: Path) -> Evaluation:
     Raises:
         ConfigError: the corpus was made with another tokenizer, so its tokens mean nothing to the checkpoint.
     """
+    fetch_checkpoint(checkpoint)  # a task on another node
     theirs, ours = Manifest.load(tokens_folder).tokenizer_hash, Tokenizer.load(checkpoint).hash
     if theirs != ours:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Locks that name their holder: one `prepare` at a time on a storage, one driver at a time on a run.
 
 The kernel frees a flock when its holder dies, so a dead holder needs no clock and no heartbeat to be taken over. Some
-network file systems have no flock: there a warning says so.
+network file systems have no flock: there a warning says so, and a driver has its lease beside it (`lease.py`).
 """
 
 import errno
@@ -84,5 +84,5 @@ def _try_acquire(file: TextIO) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
-        logger.warning("%s cannot be locked (%s): start nothing a second time on this storage.", file.name, error)
+        logger.warning("%s keeps no second process out: its file system has no locks (%s).", file.name, error)
     return True

@@ -6,12 +6,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import best_checkpoint, latest_checkpoint
 from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
+from rayjob.store.checkpoints import find_checkpoints
+from rayjob.store.runs import fetch_run_files
+from rayjob.training.attempt import STARTS_FILE
 from rayjob.training.metrics import MetricsRow, read_metrics
 from rayjob.training.mlflow_sink import read_run_id
-from rayjob.training.recorder import STARTS_FILE
 
 _STAGE_FILE = "stage.json"
 _RATE_STEPS = 50  # the rate is the median of the last steps
@@ -27,6 +28,8 @@ def set_stage(config: JobConfig, stage: str, max_steps: int | None = None) -> No
 def read_status(config: JobConfig) -> dict[str, Any]:
     """Returns the status object: every key, null where it is not known yet."""
     folder = config.run_folder
+    fetch_run_files(folder)
+    best, latest = find_checkpoints(folder)
     stage = _read_stage(folder)
     rows = list(read_metrics(folder))
     last = rows[-1] if rows else None
@@ -42,8 +45,8 @@ def read_status(config: JobConfig) -> dict[str, Any]:
         "train_loss": _finite(last.loss) if last else None,
         "val_loss": val_losses[-1] if val_losses else None,
         "best_val_loss": min((loss for loss in val_losses if loss is not None), default=None),
-        "best_checkpoint": _path(best_checkpoint(folder)),
-        "latest_checkpoint": _path(latest_checkpoint(folder)),
+        "best_checkpoint": best,
+        "latest_checkpoint": latest,
         "mlflow_run_id": read_run_id(folder),
         "tokens_per_s": rate,
         "mfu_pct": last.mfu_pct if last else None,
@@ -63,10 +66,6 @@ def _read_stage(folder: Path) -> dict[str, Any]:
 def _finite(value: float) -> float | None:
     """Returns None for NaN and infinities: JSON has none."""
     return value if math.isfinite(value) else None
-
-
-def _path(folder: Path | None) -> str | None:
-    return str(folder) if folder else None
 
 
 def _eta_s(last: MetricsRow | None, max_steps: int | None, rate: float | None) -> float | None:

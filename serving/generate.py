@@ -28,9 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         options = _options(arguments)
+        if "://" in arguments.checkpoint:
+            raise UsageError(
+                f"--checkpoint {arguments.checkpoint} must be a local checkpoint or run folder. Where the run was "
+                "trained `python -m rayjob status` names its folder; elsewhere copy one first (aws s3 sync)."
+            )
         prompts = [] if arguments.interactive else _prompts(arguments)
         num_slots = min(max(len(prompts), 1) * options.n, MAX_SLOTS)
-        served = load_served_model(arguments.checkpoint)
+        served = load_served_model(Path(arguments.checkpoint))
         engine = LocalEngine(served, num_slots=num_slots, max_waiting=num_slots + options.n)
         try:
             _run(engine, prompts, options, arguments)
@@ -50,7 +55,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Continue texts with a checkpoint's model. Without --prompt, --prompts or --interactive the "
         "prompt is read from a pipe.",
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint or run folder (its best)")
+    parser.add_argument("--checkpoint", required=True, help="a checkpoint or run folder (its best)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line, or .jsonl with a field prompt")

@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_ONGOING_REQUESTS = 1024
 """Requests that Ray Serve lets into a replica: above slots + queue, so that our 429 comes before its 503."""
 FOLLOW_INTERVAL_S = 10.0
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,10 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     problems = []
     checkpoint, name = values.get("checkpoint"), values.get("model_name")
     if not isinstance(checkpoint, str) or not checkpoint or "://" in checkpoint:
-        problems.append(f"user_config.checkpoint must be a local checkpoint or run folder, got {checkpoint!r}.")
+        problems.append(
+            f"user_config.checkpoint must be a local checkpoint or run folder, got {checkpoint!r}. Where the run was "
+            "trained `python -m rayjob status` names its folder; elsewhere copy one first (aws s3 sync)."
+        )
     if name is not None and (not isinstance(name, str) or not name):
         problems.append(f"user_config.model_name must be a non-empty string, got {name!r}.")
     for key, low in (("num_slots", 1), ("max_waiting", 0)):

@@ -12,7 +12,7 @@ import httpx
 import torch
 from fastapi import FastAPI
 
-from model.checkpoint import save_checkpoint
+from model.checkpoint_writer import save_checkpoint
 from model.config import ModelConfig
 from model.llama import Llama
 from model.normalizer import Normalizer

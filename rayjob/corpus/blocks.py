@@ -22,9 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayjob.atomic import write_atomically
+from rayjob.store.fetch import fetch_file
+from rayjob.store.s3 import stored_below
 
 DTYPE = "uint16"  # vocabularies have at most 65,536 pieces
 SPLITS = ("train", "val")
+MANIFEST_FILE = "manifest.json"
 SCHEMA = pa.schema([("doc_id", pa.string()), ("tokens", pa.list_(pa.uint16()))])
 UNIT_KEY = b"unit"
 TEXT_BYTES_KEY = b"text_bytes"
@@ -96,7 +99,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         text = json.dumps(asdict(self), indent=1, sort_keys=True, ensure_ascii=False)
-        write_atomically(folder / "manifest.json", text.encode() + b"\n")
+        write_atomically(folder / MANIFEST_FILE, text.encode() + b"\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
@@ -105,7 +108,8 @@ class Manifest:
         Raises:
             BlocksError: it is missing, so the blocks are not finished, or it is not a manifest.
         """
-        path = Path(folder) / "manifest.json"
+        path = Path(folder) / MANIFEST_FILE
+        fetch_file(path)
         try:
             fields = json.loads(path.read_bytes())
             sides = {split: _load_totals(fields[split]) for split in SPLITS}
@@ -177,6 +181,7 @@ def read_block(folder: Path, block: Block) -> pa.Table:
         BlocksError: it is missing, or its bytes are not those that the manifest describes.
     """
     path = Path(folder) / block.name
+    fetch_file(path)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -187,13 +192,14 @@ def read_block(folder: Path, block: Block) -> pa.Table:
 
 
 def missing_blocks(tokens_folder: Path, manifest: Manifest) -> list[Path]:
-    """Blocks that the manifest names and that are gone or of another size; costs one stat each."""
-    return [
-        path
-        for split in SPLITS
-        for block in manifest.split(split).blocks
-        if not (path := tokens_folder / split / block.name).exists() or path.stat().st_size != block.bytes
-    ]
+    """Blocks that the manifest names and that are gone or of another size, here and in the store."""
+    sizes = {
+        tokens_folder / split / block.name: block.bytes for split in SPLITS for block in manifest.split(split).blocks
+    }
+    missing = [path for path, n_bytes in sizes.items() if not path.exists() or path.stat().st_size != n_bytes]
+    stored = stored_below(tokens_folder) if missing else {}
+    # One that is fetched when it is read is not missing; one that is here and damaged is.
+    return [path for path in missing if path.exists() or path not in stored or stored[path].bytes != sizes[path]]
 
 
 def _tokens_of(table: pa.Table) -> np.ndarray:

@@ -2,14 +2,14 @@
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from model.normalizer import Normalizer
 from rayjob.corpus.dedup import Copy, Fingerprint, find_copies, fingerprint, group_related
 from rayjob.corpus.documents import Document, Piece, cut_pieces, find_cut, read_document, scan_source
-from rayjob.corpus.errors import CorpusError
+from rayjob.corpus.errors import CorpusError, PrepareCancelled
 from rayjob.corpus.sources import TEXT, Source
 from rayjob.corpus.split import Split, choose_validation
 
@@ -76,13 +76,14 @@ class Catalog:
 
 
 @functools.lru_cache(maxsize=1)  # `check` and `prepare` of one job need the same one; sources carry their hashes
-def build_catalog(sources: tuple[Source, ...], settings: CatalogSettings) -> Catalog:
+def build_catalog(sources: tuple[Source, ...], settings: CatalogSettings, is_cancelled: Callable[[], bool]) -> Catalog:
     """Reads every source once, drops empty documents and copies, and splits the rest.
 
     Raises:
         CorpusError: no text at all, or a file that is not what its suffix says (all such files are named).
+        PrepareCancelled: the caller asked to stop.
     """
-    scan = _scan(sources, settings)
+    scan = _scan(sources, settings, is_cancelled)
     if not scan.documents:
         raise CorpusError([f"The corpus is empty: none of its {len(sources)} files holds any text. {TEXT.words}"])
     copies = _find_copies(scan) if settings.dedup else []
@@ -121,10 +122,12 @@ class _Scan(NamedTuple):
     empty: list[str]  # ids of documents without text
 
 
-def _scan(sources: tuple[Source, ...], settings: CatalogSettings) -> _Scan:
+def _scan(sources: tuple[Source, ...], settings: CatalogSettings, is_cancelled: Callable[[], bool]) -> _Scan:
     scan = _Scan([], [], [], [])
     problems = []
     for source in sources:
+        if is_cancelled():
+            raise PrepareCancelled(f"Stopped while reading the sources, before {source.name}.")
         try:
             scan.source_facts.append(_scan_one(source, settings, scan))
         except CorpusError as error:

@@ -1,22 +1,18 @@
-"""Finds and opens the files of a corpus, on a mounted file system or under s3://.
-
-S3 takes its credentials, region and address from the environment of every process that reads, so on all nodes:
-AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL.
-"""
+"""Finds and opens the files of a corpus, on a mounted file system or under s3:// (store/s3.py)."""
 
 import fnmatch
-import functools
 import glob
 import hashlib
 import os
 from collections.abc import Sequence
 from typing import IO, NamedTuple, cast
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.fs
 
-S3 = "s3://"
+from rayjob.store.address import S3, is_remote
+from rayjob.store.s3 import file_system
+
 HASH_BYTES = 2**20  # read at a time
 
 
@@ -25,11 +21,6 @@ class FoundFiles(NamedTuple):
 
     folder: str
     files: list[str]
-
-
-def is_remote(path: str) -> bool:
-    """Whether a path names something in an object store rather than a local file."""
-    return path.startswith(S3)
 
 
 def has_magic(path: str) -> bool:
@@ -68,7 +59,7 @@ def open_input(path: str) -> pa.NativeFile:
     Raises:
         OSError: it is not there or cannot be read.
     """
-    return _s3().open_input_file(path.removeprefix(S3)) if is_remote(path) else pa.OSFile(path, "rb")
+    return file_system().open_input_file(path.removeprefix(S3)) if is_remote(path) else pa.OSFile(path, "rb")
 
 
 def open_binary(path: str) -> IO[bytes]:
@@ -82,7 +73,7 @@ def sha256_of(path: str) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     digest = hashlib.sha256()
-    with _s3().open_input_stream(path.removeprefix(S3)) as stream:
+    with file_system().open_input_stream(path.removeprefix(S3)) as stream:
         while data := stream.read(HASH_BYTES):
             digest.update(data)
     return digest.hexdigest()
@@ -103,20 +94,8 @@ def stamp_of(path: str) -> list[int]:
     return [info.size, info.mtime_ns or 0, 0]
 
 
-@functools.cache
-def _s3() -> pa.fs.S3FileSystem:
-    address = urlsplit(os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "")
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return pa.fs.S3FileSystem(
-        region=region,
-        scheme=address.scheme or None,
-        endpoint_override=address.netloc or None,
-        connect_timeout=10,  # seconds; an address that does not answer is told soon
-    )
-
-
 def _s3_info(path: str) -> pa.fs.FileInfo:
-    return _s3().get_file_info(path.removeprefix(S3).rstrip("/"))
+    return file_system().get_file_info(path.removeprefix(S3).rstrip("/"))
 
 
 def _expand_s3(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
@@ -132,7 +111,7 @@ def _expand_s3(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
 
 def _list_s3(folder: str) -> Sequence[str]:
     selector = pa.fs.FileSelector(folder.removeprefix(S3), recursive=True, allow_not_found=True)
-    return [S3 + info.path for info in _s3().get_file_info(selector) if info.type == pa.fs.FileType.File]
+    return [S3 + info.path for info in file_system().get_file_info(selector) if info.type == pa.fs.FileType.File]
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

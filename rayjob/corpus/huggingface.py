@@ -30,6 +30,8 @@ import pyarrow.parquet as pq
 from rayjob.atomic import temporary_path, write_atomically
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.files import sha256_of
+from rayjob.store.fetch import fetch_file
+from rayjob.store.publish import publish_files
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +94,10 @@ def downloaded(revision: str | None, storage: Path) -> Path:
 
 def read_pin(revision: str | None, storage: Path) -> Pin | None:
     """The pin of a download that was begun, or None."""
+    path = _pin_path(revision, storage)
+    fetch_file(path)
     try:
-        return Pin(**json.loads(_pin_path(revision, storage).read_bytes()))
+        return Pin(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -116,6 +120,7 @@ def fetch(revision: str | None, storage: Path) -> None:
     _check_files(pin, folder)
     for path in sorted(folder.glob("*.txt")):
         _lines_to_parquet(path)
+    publish_files(sorted(folder.rglob("*.parquet")))
     _write_pin(Pin(**{**asdict(pin), "is_complete": True}), revision, storage)
     logger.info("BookCorpus is complete in %s: %d files", folder, len(pin.files))
 

@@ -56,13 +56,15 @@ def normalizer_of(data: DataConfig) -> Normalizer:
     return Normalizer(detokenize=data.detokenize, lowercase=data.lowercase)
 
 
-def catalog_of(data: DataConfig, sources: tuple[Source, ...]) -> Catalog:
+def catalog_of(data: DataConfig, sources: tuple[Source, ...], is_cancelled: Callable[[], bool]) -> Catalog:
     """The catalog of whole documents.
 
     Raises:
         CorpusError: no text, or a file that is not what its suffix says.
+        PrepareCancelled: the caller asked to stop.
     """
-    return build_catalog(sources, CatalogSettings(normalizer_of(data), data.text_column, data.dedup, data.val_fraction))
+    settings = CatalogSettings(normalizer_of(data), data.text_column, data.dedup, data.val_fraction)
+    return build_catalog(sources, settings, is_cancelled)
 
 
 def make_plan(data: DataConfig, sources: tuple[Source, ...], cache: Path, is_cancelled: Callable[[], bool]) -> Plan:
@@ -73,7 +75,7 @@ def make_plan(data: DataConfig, sources: tuple[Source, ...], cache: Path, is_can
         PrepareCancelled: the caller asked to stop.
     """
     if not has_rows(data):
-        catalog = catalog_of(data, sources)
+        catalog = catalog_of(data, sources, is_cancelled)
         units = [unit for split, stretches in catalog.splits().items() for unit in plan_units(split, stretches)]
         return Plan(list(units), document_facts(sources, catalog))
     files = inspect_files(sources, data.text_column, data.doc_column)

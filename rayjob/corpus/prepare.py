@@ -19,10 +19,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.tokenizer import Tokenizer, VocabularyTooLarge, train_tokenizer, train_tokenizer_from_counts
+from model.tokenizer import (
+    CONFIG_FILE,
+    Tokenizer,
+    VocabularyTooLarge,
+    train_tokenizer,
+    train_tokenizer_from_counts,
+)
 from rayjob.atomic import new_folder, remove_temporary, write_atomically
 from rayjob.config import DataConfig, TokenizerConfig
-from rayjob.corpus.blocks import SPLITS, Block, BlocksError, Manifest, missing_blocks, read_finished_block
+from rayjob.corpus.blocks import (
+    MANIFEST_FILE,
+    SPLITS,
+    Block,
+    BlocksError,
+    Manifest,
+    missing_blocks,
+    read_finished_block,
+)
 from rayjob.corpus.card import write_card
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
 from rayjob.corpus.identity import Inputs, digest, explain_rebuild, tokenizer_inputs, tokens_inputs
@@ -36,6 +50,8 @@ from rayjob.corpus.tokenize import Folders, write_blocks
 from rayjob.corpus.units import AnyUnit, plan_units
 from rayjob.corpus.words import count_words
 from rayjob.lock import exclusive_after_wait
+from rayjob.store.fetch import fetch_folder, fetch_tree
+from rayjob.store.publish import publish_missing
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +74,7 @@ def find_prepared(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -
     try:
         inputs = tokenizer_inputs(data, tokenizer, find_sources(data, storage))
         tokenizer_folder = storage / "tokenizers" / digest(inputs)
-        if not tokenizer_folder.is_dir():
+        if not fetch_folder(tokenizer_folder, CONFIG_FILE):
             return None
         inputs = tokens_inputs(inputs, _load_tokenizer(tokenizer_folder))
         tokens_folder = storage / "tokens" / digest(inputs)
@@ -70,22 +86,34 @@ def find_prepared(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -
     return PreparedCorpus(tokenizer_folder, tokens_folder, manifest)
 
 
-def check(data: DataConfig, tokenizer: TokenizerConfig, storage: Path, max_seq_len: int) -> list[str]:
+def check(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    storage: Path,
+    max_seq_len: int,
+    *,
+    is_cancelled: Callable[[], bool] | None = None,
+) -> list[str]:
     """Every problem that would stop `prepare` and can be found without Ray, in full sentences.
 
     A small corpus of documents gets its tokenizer here, which `prepare` then finds; of rows only the footers are
     read; a prepared corpus is only looked up.
+
+    Raises:
+        PrepareCancelled: `is_cancelled` turned true.
     """
+    is_cancelled = is_cancelled or (lambda: False)
     prepared = find_prepared(data, tokenizer, storage)
     if prepared is not None:
         return window_problems(prepared.manifest, max_seq_len)
     try:
         with _storage_errors():
             sources = obtain_sources(data, storage)
+            _stop_if(is_cancelled, "before looking into the sources")
             if has_rows(data):
                 inspect_files(sources, data.text_column, data.doc_column)
                 return []
-            return _check_documents(data, tokenizer, storage, sources, max_seq_len)
+            return _check_documents(data, tokenizer, storage, sources, max_seq_len, is_cancelled)
     except CorpusError as error:
         return error.problems
 
@@ -115,6 +143,8 @@ def prepare(
             if prepared is None:
                 prepared = _prepare_locked(data, tokenizer, storage, max_seq_len, is_cancelled)
             prepared = _with_windows(prepared, max_seq_len)
+    with _storage_errors():  # what a killed process had finished and not published
+        _publish(prepared)
     problems = window_problems(prepared.manifest, max_seq_len)
     if problems:
         raise CorpusError(problems)
@@ -153,15 +183,21 @@ def _prepare_locked(
 
 
 def _check_documents(
-    data: DataConfig, tokenizer: TokenizerConfig, storage: Path, sources: tuple[Source, ...], max_seq_len: int
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    storage: Path,
+    sources: tuple[Source, ...],
+    max_seq_len: int,
+    is_cancelled: Callable[[], bool],
 ) -> list[str]:
-    splits = catalog_of(data, sources).splits()
+    splits = catalog_of(data, sources, is_cancelled).splits()
+    _stop_if(is_cancelled, "before training the tokenizer")
     units: list[AnyUnit] = [unit for split, stretches in splits.items() for unit in plan_units(split, stretches)]
     train = [unit for unit in units if unit.split == "train"]
     problems = size_problems(units, max_seq_len)
     if not problems and size_bytes(train) <= SMALL_CORPUS_BYTES:
         inputs = tokenizer_inputs(data, tokenizer, sources)
-        folder = _ensure_tokenizer(data, tokenizer, storage, inputs, train, lambda: False)
+        folder = _ensure_tokenizer(data, tokenizer, storage, inputs, train, is_cancelled)
         problems = short_problems(units, _load_tokenizer(folder), max_seq_len)
     return problems
 
@@ -175,7 +211,7 @@ def _ensure_tokenizer(
     is_cancelled: Callable[[], bool],
 ) -> Path:
     folder = storage / "tokenizers" / digest(inputs)
-    if folder.is_dir():
+    if fetch_folder(folder, CONFIG_FILE):
         return folder
     logger.info("training a tokenizer of %d pieces on %.1f MB", config.vocab_size, size_bytes(units) / 1e6)
     normalizer = normalizer_of(data)
@@ -216,7 +252,7 @@ def _ensure_blocks(plan: Plan, folders: Folders, is_cancelled: Callable[[], bool
     missing = [unit for unit in plan.units if (unit.split, unit.block_name) not in finished]
     if finished:
         logger.info("%d of %d blocks are there already", len(finished), len(plan.units))
-    if missing and (tokens_folder / "manifest.json").exists():
+    if missing and (tokens_folder / MANIFEST_FILE).exists():
         names = ", ".join(f"{unit.split}/{unit.block_name}" for unit in missing)
         logger.warning("%s: gone or damaged, written again: %s", tokens_folder, names)
     if missing:
@@ -226,6 +262,7 @@ def _ensure_blocks(plan: Plan, folders: Folders, is_cancelled: Callable[[], bool
 
 def _finished_blocks(units: Sequence[AnyUnit], tokens_folder: Path) -> dict[tuple[str, str], Block]:
     finished = {}
+    fetch_tree(tokens_folder)
     for split in SPLITS:
         remove_temporary(tokens_folder / split)
     for unit in units:
@@ -246,8 +283,14 @@ def _finish(prepared: PreparedCorpus) -> PreparedCorpus:
     """Writes the card and then the manifest, which makes the corpus complete."""
     if not window_problems(prepared.manifest, prepared.manifest.totals["max_seq_len"]):
         write_card(prepared.tokens_folder, prepared.manifest, _load_tokenizer(prepared.tokenizer_folder))
+    _publish(prepared)
     prepared.manifest.save(prepared.tokens_folder)
     return prepared
+
+
+def _publish(prepared: PreparedCorpus) -> None:
+    publish_missing(prepared.tokenizer_folder, CONFIG_FILE)
+    publish_missing(prepared.tokens_folder, MANIFEST_FILE)
 
 
 def _check_unchanged(data: DataConfig, storage: Path, sources: tuple[Source, ...]) -> None:

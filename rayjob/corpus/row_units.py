@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model.normalizer import Normalizer
+from rayjob.corpus.block_unit import BlockUnit
 from rayjob.corpus.documents import decode_utf8
 from rayjob.corpus.row_catalog import RowCatalog, States
 from rayjob.corpus.rows import RANGE_BYTES, RowRange, read_column
@@ -36,17 +37,11 @@ class RowSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RowUnit:
+class RowUnit(BlockUnit):
     """The work for one block."""
 
-    split: str
-    number: int
     text_column: str
     spans: tuple[RowSpan, ...]
-
-    @property
-    def block_name(self) -> str:
-        return f"part-{self.number:05d}.parquet"
 
     @property
     def source_bytes(self) -> int:
@@ -54,17 +49,10 @@ class RowUnit:
 
     @property
     def content_hash(self) -> str:
-        """Names the text of the unit; where files lie and its number do not enter."""
         spans = [(s.rows.source.sha256, s.rows.first, s.rows.end, s.doc_id, s.is_end) for s in self.spans]
         return hashlib.sha256(json.dumps([self.text_column, spans]).encode()).hexdigest()
 
-    @property
-    def hash(self) -> str:
-        """Names the content of the block."""
-        return hashlib.sha256(json.dumps([self.split, self.number, self.content_hash]).encode()).hexdigest()
-
     def texts(self, normalizer: Normalizer) -> Iterator[Text]:
-        """The normalised text of each span."""
         for span in self.spans:
             pieces = [normalizer(text) for text in _read_lines(span.rows, self.text_column)]
             yield Text(span.doc_id, "".join(pieces), span.is_end)

@@ -23,6 +23,7 @@ from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.rows import RowRange, read_column
 from rayjob.corpus.sources import Source
 from rayjob.corpus.tasks import Progress, run_tasks
+from rayjob.store.fetch import fetch_some
 
 RANGES_PER_TASK = 8  # half a second
 MOST_FREQUENT_LINES = 200  # boilerplate lines that a part remembers for the corpus card
@@ -74,6 +75,7 @@ def ensure_scanned(ranges: Sequence[RowRange], settings: ScanSettings, is_cancel
         CorpusError: a file cannot be read; it is named with the rows.
         PrepareCancelled: the caller asked to stop.
     """
+    _fetch_parts(ranges, settings)
     missing = [rows for rows in ranges if not settings.part_path(rows).exists()]
     if not missing:
         return
@@ -82,6 +84,11 @@ def ensure_scanned(ranges: Sequence[RowRange], settings: ScanSettings, is_cancel
     function = functools.partial(_scan_ranges, settings=settings)
     for result in run_tasks(function, [_to_json(batch) for batch in batches], is_cancelled=is_cancelled):
         progress.add(result["rows"], result["bytes"])
+    _fetch_parts(ranges, settings)  # that tasks on other nodes made
+
+
+def _fetch_parts(ranges: Sequence[RowRange], settings: ScanSettings) -> None:
+    fetch_some(Path(settings.folder), [settings.part_path(rows) for rows in ranges])
 
 
 def load_part(rows: RowRange, settings: ScanSettings) -> ScanPart:
@@ -106,7 +113,8 @@ def hash_rows(rows: Sequence[bytes]) -> npt.NDArray[np.uint64]:
 def _scan_ranges(item: dict[str, Any], settings: ScanSettings) -> dict[str, Any]:
     n_rows = n_bytes = 0
     for rows in _from_json(item["item"]):
-        n_bytes += _scan_range(rows, settings)
+        if not settings.part_path(rows).exists():  # it does if this task's process was killed and Ray started it again
+            n_bytes += _scan_range(rows, settings)
         n_rows += rows.end - rows.first
     return {"rows": n_rows, "bytes": n_bytes}
 

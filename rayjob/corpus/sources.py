@@ -17,7 +17,9 @@ from rayjob.atomic import write_atomically
 from rayjob.config import DataConfig
 from rayjob.corpus import demo, huggingface
 from rayjob.corpus.errors import CorpusError
-from rayjob.corpus.files import FoundFiles, expand, has_magic, is_folder, is_remote, sha256_of, stamp_of
+from rayjob.corpus.files import FoundFiles, expand, has_magic, is_folder, sha256_of, stamp_of
+from rayjob.store.address import address_of, is_remote
+from rayjob.store.fetch import fetch_file
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +89,9 @@ def find_sources(data: DataConfig, storage: Path) -> tuple[Source, ...]:
     """
     if data.source == "demo":
         folder = demo.folder(storage)
-        return tuple(Source(text.name, str(folder / text.name), text.bytes, text.sha256) for text in demo.TEXTS)
+        return tuple(Source(text.name, address_of(folder / text.name), text.bytes, text.sha256) for text in demo.TEXTS)
     if data.source == "huggingface":
-        files = _name_files([str(huggingface.downloaded(data.revision, storage))], PARQUET)
+        files = _name_files([address_of(huggingface.downloaded(data.revision, storage))], PARQUET)
     else:
         files = _name_files(data.paths, {"text": TEXT, "parquet": PARQUET}[data.source])
     return _hash_files(files, storage / "sources" / "hashes.json")
@@ -167,6 +169,7 @@ def _stamp_and_hash(path: str, cached: list[Any] | None) -> list[Any] | OSError:
 
 def _read_cache(path: Path) -> dict[str, list[Any]]:
     try:
+        fetch_file(path)
         entries = json.loads(path.read_bytes())
         return {key: entry for key, entry in entries.items() if isinstance(entry, list) and len(entry) == 4}
     except (OSError, ValueError, AttributeError):

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from model.tokenizer import Tokenizer
-from rayjob.corpus.blocks import Block, Row, write_block
+from model.tokenizer import CONFIG_FILE, Tokenizer
+from rayjob.corpus.blocks import Block, Row, read_finished_block, write_block
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.units import AnyUnit, load_unit
-from rayjob.corpus.words import Words, load_words, split_words, words_path
+from rayjob.corpus.words import Words, fetch_words, load_words, split_words, words_path
+from rayjob.store.fetch import fetch_folder
 
 SLAB_WORDS = 2**20  # turned into tokens at a time
 MOST_KNOWN_WORDS = 2**18  # about 50 MB
@@ -126,14 +127,20 @@ def _probe(words: Words, vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
 
 def _write_unit(item: dict[str, Any], folders: Folders) -> dict[str, Any]:
     unit = load_unit(item["item"])
-    tokenizer = _load_tokenizer(folders.tokenizer)
-    kept = load_words(words_path(Path(folders.words), unit, tokenizer.normalizer))
-    words = split_words(unit.texts(tokenizer.normalizer)) if kept is None else kept
     path = Path(folders.tokens) / unit.split / unit.block_name
+    finished = read_finished_block(path, unit_hash=unit.hash)
+    if finished:  # by this task, before its process was killed and Ray started it again
+        return {"split": unit.split, **asdict(finished)}
+    tokenizer = _load_tokenizer(folders.tokenizer)
+    kept_at = words_path(Path(folders.words), unit, tokenizer.normalizer)
+    fetch_words(kept_at)
+    kept = load_words(kept_at)
+    words = split_words(unit.texts(tokenizer.normalizer)) if kept is None else kept
     block = write_block(path, encode_words(words, tokenizer), unit_hash=unit.hash, text_bytes=words.text_bytes)
     return {"split": unit.split, **asdict(block)}
 
 
 @functools.lru_cache(maxsize=1)  # a worker process runs many units with one tokenizer
 def _load_tokenizer(folder: str) -> Tokenizer:
+    fetch_folder(Path(folder), CONFIG_FILE)
     return Tokenizer.load(Path(folder))

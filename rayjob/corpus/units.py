@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from model.normalizer import Normalizer
+from rayjob.corpus.block_unit import BlockUnit
 from rayjob.corpus.catalog import Stretch
 from rayjob.corpus.documents import Document, read_document
 from rayjob.corpus.row_units import RowUnit
@@ -35,16 +36,10 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(BlockUnit):
     """The work for one block: spans in order, a document's neighbouring pieces joined."""
 
-    split: str
-    number: int
     spans: tuple[Span, ...]
-
-    @property
-    def block_name(self) -> str:
-        return f"part-{self.number:05d}.parquet"
 
     @property
     def source_bytes(self) -> int:
@@ -52,17 +47,10 @@ class Unit:
 
     @property
     def content_hash(self) -> str:
-        """Names the text of the unit; where the files lie and its number do not enter."""
         content = [(span.document.doc_id, span.document.sha256, *span[1:]) for span in self.spans]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
-    @property
-    def hash(self) -> str:
-        """Names the content of the block."""
-        return hashlib.sha256(json.dumps([self.split, self.number, self.content_hash]).encode()).hexdigest()
-
     def texts(self, normalizer: Normalizer) -> Iterator[Text]:
-        """The normalised text of each span."""
         for span in self.spans:
             text = _read_text(span.document, normalizer)[span.start : span.stop]
             yield Text(span.document.doc_id, text, span.is_end)

@@ -24,6 +24,7 @@ from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.text import Text
 from rayjob.corpus.units import AnyUnit, load_unit
+from rayjob.store.fetch import fetch_file, fetch_some
 
 LEAST_WAITING_WORDS = 2**20  # about 20 MB
 
@@ -84,6 +85,12 @@ def load_words(path: Path) -> Words | None:
     return Words(counts[0]["word"].to_pylist(), order[0]["order"].to_numpy(), rows, facts["text_bytes"])
 
 
+def fetch_words(path: Path) -> None:
+    """Fetches words that another node kept, if it did."""
+    fetch_file(_order_path(path))
+    fetch_file(path)
+
+
 def save_words(path: Path, words: Words) -> None:
     """Keeps words at a path; the counts, written last, make them complete."""
     counts = np.bincount(words.order, minlength=len(words.words))
@@ -103,11 +110,13 @@ def count_words(
         PrepareCancelled: the caller asked to stop; finished parts stay.
     """
     counts = _Counts()
+    fetch_some(folder, [words_path(folder, unit, normalizer) for unit in units])
     missing = [unit for unit in units if not counts.add(words_path(folder, unit, normalizer))]
     if missing:
         progress = Progress("words", len(missing), "units")
         function = functools.partial(_keep_words, folder=str(folder), normalizer=normalizer)
         for result in run_tasks(function, [unit.to_json() for unit in missing], is_cancelled=is_cancelled):
+            fetch_words(Path(result["path"]))
             is_added = counts.add(Path(result["path"]))
             assert is_added  # it was just written
             progress.add(1, result["bytes"])
@@ -116,9 +125,11 @@ def count_words(
 
 def _keep_words(item: dict[str, Any], folder: str, normalizer: Normalizer) -> dict[str, Any]:
     unit = load_unit(item["item"])
-    words = split_words(unit.texts(normalizer))
     path = words_path(Path(folder), unit, normalizer)
-    save_words(path, words)
+    words = load_words(path)  # there if this task's process was killed and Ray started it again
+    if words is None:
+        words = split_words(unit.texts(normalizer))
+        save_words(path, words)
     return {"path": str(path), "bytes": words.text_bytes}
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from rayjob.corpus.blocks import Manifest, n_windows, token_stream
 from rayjob.training.schedule import WindowOrder, deal
 
 logger = logging.getLogger(__name__)
+
+_STREAM_DAYS = 7  # an unused stream stays on a node
 
 
 def open_windows(tokens_folder: Path, split: str, max_seq_len: int) -> "Windows":
@@ -80,9 +83,19 @@ class StepBatch:
     """One worker's part of a step."""
 
     micro_batches: list[tuple[Tensor, Tensor]]  # inputs and targets, each (micro_batch_size, T) int64, on the device
+    window_ids: list[npt.NDArray[np.int64]]  # of each micro-batch
+    all_window_ids: npt.NDArray[np.int64]  # of the step, over all workers
     n_tokens: int  # counted in the step over all workers
     started_at_s: float  # monotonic clock
     wait_s: float  # spent making the batch
+
+    @property
+    def fingerprint(self) -> int:
+        """A number of this worker's windows; the workers' numbers add up to that of the step, however it is dealt.
+
+        A sum of 32-bit checksums, so up to 2^21 windows it is exact as a float64 too.
+        """
+        return sum(zlib.crc32(window.tobytes()) for ids in self.window_ids for window in ids.astype("<i8"))
 
     def seconds_since_start(self) -> float:
         return time.monotonic() - self.started_at_s
@@ -113,7 +126,7 @@ class StepFeed:
         dealt = deal(ids, self._rank, self._n_workers, self._micro_batch_size)
         micro_batches = [self._to_device(self._windows.batch(micro, self._micro_batch_size)) for micro in dealt]
         n_tokens = len(ids) * self._windows.max_seq_len
-        return StepBatch(micro_batches, n_tokens, started, time.monotonic() - started)
+        return StepBatch(micro_batches, dealt, ids, n_tokens, started, time.monotonic() - started)
 
     def padding(self) -> tuple[Tensor, Tensor]:
         """Returns a micro-batch in which nothing counts."""
@@ -134,8 +147,18 @@ def _flatten(tokens_folder: Path, split: str) -> Path:
     with (folder / f"{flat.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the folder is this node's own, so flock holds
         if not flat.exists() or flat.stat().st_size != 2 * n_tokens:
+            _remove_old_streams(folder)
             _write_flat(flat, token_stream(tokens_folder, split))
+        os.utime(flat)
     return flat
+
+
+def _remove_old_streams(folder: Path) -> None:
+    """Makes room; who still has one mapped keeps it, and who opens it again makes it again."""
+    oldest_s = time.time() - _STREAM_DAYS * 86_400
+    for path in folder.glob("*.uint16"):
+        if path.stat().st_mtime < oldest_s:
+            path.unlink(missing_ok=True)
 
 
 def _write_flat(flat: Path, blocks: Iterator[npt.NDArray[np.uint16]]) -> None:

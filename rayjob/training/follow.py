@@ -38,8 +38,9 @@ class MetricsTail:
         except FileNotFoundError:
             return []
         with file:
-            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
-                self._inode, self._offset = inode, 0  # replaced when a restart cut it back
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._offset:
+                self._inode, self._offset = found.st_ino, 0  # replaced when a restart cut it back
             file.seek(self._offset)
             complete, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(complete) + len(newline)

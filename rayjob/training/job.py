@@ -3,7 +3,8 @@
 1. Refuse workers that the cluster has no GPUs for: Ray would wait for them without end.
 2. fit() runs in a thread of its own, so that the main thread is free to receive signals.
 3. A request to stop goes to the workers; they finish the step, save and return. Where none trains, none is waited for.
-4. Trackers and progress lines follow the run folder meanwhile.
+4. Ray starts the workers again after a failure or a preemption; a run that gains checkpoints has new failures free.
+5. Trackers and progress lines follow the run folder meanwhile.
 """
 
 import enum
@@ -16,23 +17,27 @@ from pathlib import Path
 import ray
 import ray.train.torch
 import yaml
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from model.checkpoint import latest_checkpoint, step_of
+from model.checkpoint import latest_checkpoint, read_trainer_state
 from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
+from rayjob.lease import Fence
 from rayjob.training.failure import forget_failure, raise_failure
 from rayjob.training.loop import TrainTask, train_loop
 from rayjob.training.metrics import Spent, cut_metrics, read_spent
 from rayjob.training.mlflow_sink import MlflowSink
 from rayjob.training.narration import Narration
+from rayjob.training.notice import GaveWay
 from rayjob.training.preemption import StopRequest, StopSignal
-from rayjob.training.recovery import find_sound_checkpoint, forget_ray_snapshot, load_run
-from rayjob.training.saving import RunIdentity
+from rayjob.training.ray_callbacks import SaveBeforeResize, SigtermIsNotice
+from rayjob.training.recovery import forget_ray_snapshot, read_run, settle_checkpoints
+from rayjob.training.saving import RunIdentity, RunState
 from rayjob.training.schedule import WindowOrder, max_steps
 from rayjob.training.tensorboard_sink import TensorboardSink
 from rayjob.training.tracking import Sink, Tracking
@@ -44,7 +49,10 @@ logger = logging.getLogger(__name__)
 _RAY_TRAIN_SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # a report is committed at the next look; the default is 2 s
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.25",  # a pod is killed 5 s after its notice; the default is 5 s
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "12",  # then with the nodes that are left; the default is 60 s
 }
+_RESIZE_INTERVAL_S = 60.0  # between looks whether there is room for more workers
 
 
 class Outcome(enum.Enum):
@@ -62,40 +70,42 @@ def steps_of_run(config: JobConfig, corpus: PreparedCorpus) -> int:
 
 
 def latest_step(config: JobConfig) -> int:
-    """Returns the step of the run's newest complete checkpoint, 0 if it has none."""
+    """Returns the last step that the run's newest complete checkpoint has done with, 0 if it has none."""
     latest = latest_checkpoint(config.run_folder)
-    return step_of(latest) if latest else 0
+    return RunState.from_json(read_trainer_state(latest)).recorded_step if latest else 0
 
 
 def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
-    """Returns the step of the run's newest sound checkpoint, 0 if it has none.
+    """Returns the last step that the run's newest sound checkpoint has done with, 0 if it has none.
+
+    That is its own step, or the one before if the evaluation of it is still to be made up.
 
     Raises:
         CheckpointError: it is of another corpus, tokenizer, shape, seed or batch size.
     """
-    folder = find_sound_checkpoint(config.run_folder)
+    folder = settle_checkpoints(config.run_folder)
     if folder is None:
         return 0
     identity = RunIdentity.of(config, corpus.manifest.hash, Tokenizer.load(corpus.tokenizer_folder).hash)
-    return load_run(folder, config.model, identity)[1].step
+    return read_run(folder, config.model, identity).recorded_step
 
 
-def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> Outcome:
+def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event, fence: Fence) -> Outcome:
     """Trains to the end, to a stop or to the end of the budget; Ray must be initialised.
 
     Args:
         config: of a run whose folder no other driver writes and whose checkpoints fit, see `step_to_go_on_from`.
         stop: set by a signal handler; the workers then save and return.
+        fence: of this driver's lease on the run; the workers ask it before they write.
 
     Raises:
         ConfigError: the cluster has too few GPUs.
-        RunFailedError: a loss or gradient is not finite.
-        ray.train.TrainingFailedError: more failures than the budget allows.
+        RunFailedError: it would fail in the same way again: bad steps in a row, or an exception that came twice.
+        ray.train.TrainingFailedError: more failures or preemptions than the budgets allow.
     """
     _check_gpus(config)
     run_folder = config.run_folder
     _write_config(config)
-    forget_ray_snapshot(run_folder)
     forget_failure(run_folder)
     n_steps, step = steps_of_run(config, corpus), step_to_go_on_from(config, corpus)
     spent = read_spent(run_folder)
@@ -103,8 +113,7 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
     tracking = Tracking(run_folder, _sinks(config, corpus.tokens_folder, n_steps, step))
     status = "FAILED"
     try:
-        _fit(config, corpus, spent, stop)
-        raise_failure(run_folder)
+        _fit_while_it_gains(config, corpus, spent, stop, fence)
         is_done = latest_step(config) >= n_steps
         status = "FINISHED" if is_done else "KILLED"
     finally:
@@ -114,11 +123,45 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event) -> O
     return Outcome.STOPPED if stop.is_set() else Outcome.BUDGET
 
 
-def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event) -> None:
+def _fit_while_it_gains(
+    config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event, fence: Fence
+) -> None:
+    """Runs fit() again when its failures are used up, as long as there is a new checkpoint each time."""
+    while True:
+        forget_ray_snapshot(config.run_folder)
+        step = latest_step(config)
+        try:
+            _fit(config, corpus, spent, stop, fence)
+        except WorkerGroupError as error:
+            raise_failure(config.run_folder)
+            gained = latest_step(config) - step
+            is_preemption = any(isinstance(cause, GaveWay) for cause in error.worker_failures.values())
+            if gained <= 0 or is_preemption or stop.is_set():
+                raise
+            logger.warning(
+                "failure.max_failures=%d is used up, but %d steps were gained: the count begins again.",
+                *(config.failure.max_failures, gained),
+            )
+        else:
+            raise_failure(config.run_folder)
+            return
+
+
+def send_to_trackers(config: JobConfig, corpus: PreparedCorpus) -> None:
+    """Sends what the trackers have not got of a run that is done."""
+    n_steps = steps_of_run(config, corpus)
+    Tracking(config.run_folder, _sinks(config, corpus.tokens_folder, n_steps, n_steps)).finish("FINISHED")
+
+
+def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event, fence: Fence) -> None:
     """Runs fit() to its end in a thread; passes a stop on and an error up."""
-    os.environ.update({name: os.environ.get(name, value) for name, value in _RAY_TRAIN_SETTINGS.items()})
-    stop_signal = StopSignal.remote()  # type: ignore[attr-defined]
-    task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, spent, stop_signal)
+    # A worker that does not answer in this time is taken for dead, so Ray names it before the others' collective ends.
+    settings = _RAY_TRAIN_SETTINGS | {"RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(0.8 * config.train.step_timeout_s)}
+    os.environ.update({name: os.environ.get(name, value) for name, value in settings.items()})
+    # Beside the driver: on another node it could be taken away, and the workers would take the driver for gone.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    stop_signal = StopSignal.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
+    task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, spent, stop_signal, fence)
     trainer = _build_trainer(config, task)
     errors: list[BaseException] = []
 
@@ -146,11 +189,12 @@ def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threadin
 def _check_gpus(config: JobConfig) -> None:
     if not config.train.use_gpu:
         return
-    n_gpus, n_workers = int(ray.cluster_resources().get("GPU", 0)), config.train.num_workers  # type: ignore[no-untyped-call]
+    n_gpus, n_workers = int(ray.cluster_resources().get("GPU", 0)), config.train.min_workers  # type: ignore[no-untyped-call]
+    given = to_tree(config)["train"]["num_workers"]
     if n_gpus < n_workers:
         raise ConfigError(
             [
-                f"train.num_workers={n_workers} with train.use_gpu=true needs {n_workers} GPUs, but the Ray cluster "
+                f"train.num_workers={given} with train.use_gpu=true needs {n_workers} GPUs, but the Ray cluster "
                 f"has {n_gpus}: start its other nodes first, lower train.num_workers, or set train.use_gpu=false."
             ]
         )
@@ -158,19 +202,23 @@ def _check_gpus(config: JobConfig) -> None:
 
 def _build_trainer(config: JobConfig, task: TrainTask) -> ray.train.torch.TorchTrainer:
     train = config.train
-    cpus = {"CPU": _cpus_per_worker(train.num_workers)}
+    cpus = {"CPU": _cpus_per_worker(train.max_workers)}
+    is_fixed = train.min_workers == train.max_workers
+    size = train.max_workers if is_fixed else (train.min_workers, train.max_workers)
     return ray.train.torch.TorchTrainer(
         train_loop,
         train_loop_config={"task": task},
         torch_config=ray.train.torch.TorchConfig(timeout_s=int(train.step_timeout_s)),
         scaling_config=ScalingConfig(
-            num_workers=train.num_workers,
+            num_workers=size,  # type: ignore[arg-type]
             use_gpu=train.use_gpu,
+            elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,  # type: ignore[call-arg]
             resources_per_worker=(cpus | {"GPU": 1}) if train.use_gpu else cpus,
         ),
         run_config=RunConfig(
             name=config.run_name,
             storage_path=str(config.runs_folder),
+            callbacks=[SigtermIsNotice(), SaveBeforeResize()],  # type: ignore[list-item]
             failure_config=FailureConfig(
                 max_failures=config.failure.max_failures,
                 max_preemption_failures=config.failure.max_preemptions,  # type: ignore[call-arg]

@@ -4,40 +4,63 @@
 2. Wrap in DDP ourselves: Ray's own wrapper leaves a single worker bare, without no_sync().
 3. Per step: the step's windows -> micro-batches -> train_step -> a row of metrics.csv.
 4. At eval_interval and at the end: validate on all workers, draw a sample.
-5. Save when validated, when due, or when asked to stop; report the checkpoint to Ray.
+5. Save in the background when validated or when due; wait for it before a stop, before giving way and at the end.
+   Report the checkpoint to Ray when it is on disk.
+
+A validation that is broken off by a stop or a notice is owed: its step is saved without it, and the next start makes
+it up before anything else, so that the finished run is the one that would have been.
 """
 
+import dataclasses
 import logging
 import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.train import Checkpoint, CheckpointUploadMode
-from torch.nn.parallel import DistributedDataParallel
 
 from model.checkpoint import load_model
+from model.checkpoint_writer import remove_leftovers
 from model.llama import Llama
 from model.tokenizer import Tokenizer
-from rayjob.config import JobConfig, TrainConfig
+from rayjob.config import JobConfig
 from rayjob.corpus.blocks import Manifest
-from rayjob.training.evaluation import Evaluation, evaluate
-from rayjob.training.failure import write_failure
+from rayjob.lease import Fence
+from rayjob.store.runs import publish_run
+from rayjob.store.shared import check_shared
+from rayjob.training.attempt import Attempt, begin_attempt
+from rayjob.training.bad_numbers import BadSteps
+from rayjob.training.ddp import Parallel, wrap
+from rayjob.training.evaluation import Evaluation, EvaluationAbandoned, evaluate
+from rayjob.training.failure import (
+    forget_passed_errors,
+    has_failed,
+    remembered_errors,
+    write_bad_numbers,
+    write_failure,
+)
 from rayjob.training.feed import StepFeed, open_windows
+from rayjob.training.host_copy import restore_rng
 from rayjob.training.metrics import Spent
+from rayjob.training.notice import GaveWay, own_notice
 from rayjob.training.optimizer import build_optimizer, load_optimizer_tensors
 from rayjob.training.recorder import Recorder
-from rayjob.training.recovery import find_sound_checkpoint, load_run
-from rayjob.training.sample import write_sample
-from rayjob.training.saving import RunIdentity, RunState, save_run
+from rayjob.training.recovery import load_run, settle_checkpoints
+from rayjob.training.sample import draw_sample
+from rayjob.training.saver import SaveFailedError, Saver, SaverHooks
+from rayjob.training.saving import RunIdentity, RunState, state_document
 from rayjob.training.schedule import WindowOrder, learning_rate, max_steps
-from rayjob.training.step import NonFiniteError, Wishes, autocast, train_step
+from rayjob.training.step import Wishes, autocast, train_step
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,65 +72,194 @@ class TrainTask:
     tokenizer_folder: Path
     spent: Spent  # before this driver, steps that are done again included
     stop_signal: Any  # handle of a StopSignal actor
+    fence: Fence  # asked before anything of the run is written
 
 
 def train_loop(loop_config: dict[str, Any]) -> None:
     """Trains until the last step, a request to stop or the end of the budget; Ray Train calls it in every worker."""
     task: TrainTask = loop_config["task"]
-    config, train = task.config, task.config.train
+    run_folder = task.config.run_folder
     _hide_reports_of_ray()
+    check_shared(task.config)
     device = _set_up_device(dist.get_world_size())
-    precision = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    # Rank 0 looks and tells the others, so that all do the same.
+    failed, group = _from_rank_0((has_failed(run_folder), uuid.uuid4().hex), device)
+    if failed:
+        return
+    rank = dist.get_rank()
+    with remembered_errors(run_folder, group, rank, step=lambda: -1):
+        worker = TrainWorker(task, device)
+    with remembered_errors(run_folder, group, rank, step=lambda: worker.state.step):
+        worker.train()
 
-    windows = open_windows(task.tokens_folder, "train", config.model.max_seq_len)
-    val_windows = open_windows(task.tokens_folder, "val", config.model.max_seq_len)
-    order = WindowOrder(len(windows), train.global_batch_size, config.seed)
-    n_steps = max_steps(config, order)
-    feed = StepFeed(windows, order, train.micro_batch_size, dist.get_rank(), dist.get_world_size(), device)
 
-    tokenizer = Tokenizer.load(task.tokenizer_folder)
-    model, optimizer, state = _start_or_resume(config, Manifest.load(task.tokens_folder), tokenizer, device)
-    ddp = _wrap(model, train, device)
-    _settle_buckets(ddp, feed, precision)
-    recorder = Recorder(config, state, task.spent, device, task.stop_signal) if dist.get_rank() == 0 else None
+class TrainWorker:
+    """One worker of the group. All do the same at the same time, and rank 0 also records."""
 
-    for index in range(state.step, n_steps):
-        batch = feed.step_batch(index)
-        lr = learning_rate(config.optimizer, index, n_steps)
+    def __init__(self, task: TrainTask, device: torch.device) -> None:
+        self.task, config = task, task.config
+        self.config, self.device = config, device
+        self.precision = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        rank, n_workers = dist.get_rank(), dist.get_world_size()
+
+        windows = open_windows(task.tokens_folder, "train", config.model.max_seq_len)
+        self.val_windows = open_windows(task.tokens_folder, "val", config.model.max_seq_len)
+        self.order = WindowOrder(len(windows), config.train.global_batch_size, config.seed)
+        self.n_steps = max_steps(config, self.order)
+        self.feed = StepFeed(windows, self.order, config.train.micro_batch_size, rank, n_workers, device)
+
+        self.tokenizer = Tokenizer.load(task.tokenizer_folder)
+        manifest = Manifest.load(task.tokens_folder)
+        self.model, self.optimizer, self.state = _start_or_resume(config, manifest, self.tokenizer, device)
+        attempt = _begin_attempt(task, self.state, device)
+        self.state = dataclasses.replace(self.state, run_id=attempt.run_id)
+        self.ddp = wrap(self.model, config.train, device)
+        _settle_buckets(self.ddp, self.feed, self.precision)
+        self.bad_steps = BadSteps(self.model, self.precision, config.failure.max_bad_steps)
+        self.recorder = (
+            Recorder(config, self.state, task.spent, n_workers, device, task.stop_signal, task.fence)
+            if rank == 0
+            else None
+        )
+        self.saver = self._open_saver(attempt)
+
+    def _open_saver(self, attempt: Attempt) -> Saver:
+        config = self.config
+        hooks = SaverHooks(
+            describe=lambda state: state_document(config, attempt, state),
+            flush=self.recorder.flush if self.recorder else lambda: None,
+            committed=lambda folder: publish_run(folder.parent),
+            report=lambda folder, state: _report(folder, state),
+        )
+        tokenizer_folder, keep = self.task.tokenizer_folder, config.checkpoint.keep
+        return Saver(config.run_folder, tokenizer_folder, keep, self.model, self.optimizer, attempt, hooks)
+
+    def train(self) -> None:
+        """Trains on from `state`.
+
+        Raises:
+            GaveWay: after a notice, with all saved that there was to save.
+        """
+        if self.recorder:
+            forget_passed_errors(self.config.run_folder, self.state.step)
+        wishes = self._wishes().of_all(self.device)
+        if not wishes.ends_training and self.state.owes_evaluation:
+            wishes = self._make_up_evaluation()
         try:
-            result = train_step(
-                ddp,
-                optimizer,
-                batch.micro_batches,
-                n_tokens=batch.n_tokens,
-                lr=lr,
-                grad_clip=train.grad_clip,
-                precision=precision,
-                wishes=recorder.wishes(index + 1) if recorder else Wishes(),
-            )
-        except NonFiniteError as error:
-            # The same step would fail in the same way again, so this is an end and not a failure to retry.
-            if recorder:
-                write_failure(config.run_folder, f"step {index + 1}: {error}", order.window_ids(index).tolist())
+            while self.state.step < self.n_steps and not wishes.ends_training:
+                wishes = self._step()
+            self.saver.finish(is_reported=not wishes.leave)
+        except SaveFailedError as error:
+            if self.recorder:
+                write_failure(self.config.run_folder, f"{error}.")
             return
-        state = state.after_step(batch.n_tokens)
+        if self.recorder:
+            self.recorder.flush()
+        if wishes.leave:
+            self._give_way()
+
+    def _wishes(self) -> Wishes:
+        """What this worker wishes now."""
+        own = Wishes(leave=own_notice.is_given, saved=self.recorder is not None and self.saver.has_ended)
+        return own | self.recorder.wishes(self.state.step + 1) if self.recorder else own
+
+    def _step(self) -> Wishes:
+        """Does a step with all that belongs to it, and returns what the workers wish then."""
+        index, train = self.state.step, self.config.train
+        batch = self.feed.step_batch(index)
+        lr = learning_rate(self.config.optimizer, index, self.n_steps)
+        result = train_step(
+            self.ddp,
+            self.optimizer,
+            batch,
+            lr=lr,
+            grad_clip=train.grad_clip,
+            precision=self.precision,
+            wishes=self._wishes,
+        )
         step_s = batch.seconds_since_start()
-        evaluation = None
-        if state.step % train.eval_interval == 0 or state.step == n_steps:
+        self.state = self.state.after_step(batch.n_tokens, result.is_skipped)
+        if result.wishes.saved:
+            self.saver.take_up()
+        reason = self.bad_steps.take(self.state.step, result, batch)
+        evaluation, wishes = None, result.wishes
+        if reason:
+            wishes = Wishes(stop=True)
+        elif self.state.step % train.eval_interval == 0 or self.state.step == self.n_steps:
+            evaluation, wishes = self._evaluate(wishes)
+        if self.recorder:
+            if evaluation and self._is_worth_saving():
+                self._record_sample(self.recorder)
+            self.state = self.recorder.record(self.state, self.order.epoch(index), batch, step_s, lr, result)
+            if reason:
+                write_bad_numbers(self.config.run_folder, reason, self.bad_steps.window_ids())
+        if wishes.leave:
+            own_notice.give("preemption notice")  # if another worker has heard it, the time counts from here
+        if self._is_worth_saving():
+            if wishes.ends_training or self.state.step == self.n_steps:
+                self.saver.finish(self.state, is_reported=not wishes.leave)
+            elif evaluation or wishes.save:
+                self._save()
+        return wishes
+
+    def _evaluate(self, wishes: Wishes) -> tuple[Evaluation | None, Wishes]:
+        """Returns the evaluation of this step, and what the workers wish; None if they wish no more than to end."""
+        try:
+            if wishes.ends_training:
+                raise EvaluationAbandoned(wishes)
             evaluation = evaluate(
-                model,
-                val_windows,
-                tokenizer.byte_lengths(),
-                batch_size=train.micro_batch_size,
-                precision=precision,
+                self.model,
+                self.val_windows,
+                self.tokenizer.byte_lengths(),
+                batch_size=self.config.train.micro_batch_size,
+                precision=self.precision,
+                wishes=self._wishes,
             )
-            state = state.evaluated(evaluation)
-        if recorder:
-            state = recorder.record(state, order.epoch(index), batch, step_s, lr, result)
-        if evaluation or result.wishes.save or result.wishes.stop:
-            _save_and_report(task, model, optimizer, state, evaluation, tokenizer, recorder)
-        if result.wishes.stop:
-            break
+        except EvaluationAbandoned as abandoned:
+            self.state = self.state.owing_evaluation()
+            return None, abandoned.wishes
+        self.state = self.state.evaluated(evaluation)
+        return evaluation, wishes
+
+    def _make_up_evaluation(self) -> Wishes:
+        """Does the evaluation that an earlier start broke off, and saves the step again, now with its score."""
+        evaluation, wishes = self._evaluate(Wishes())
+        if evaluation:
+            if self.recorder:
+                self._record_sample(self.recorder)
+                self.state = self.recorder.record_owed(self.state)
+            self._save()
+        return wishes
+
+    def _record_sample(self, recorder: Recorder) -> None:
+        recorder.record_sample(self.state.step, draw_sample(self.model, self.tokenizer, self.config.seed))
+
+    def _is_worth_saving(self) -> bool:
+        """Whether the weights may be trusted: not after a bad step, but the last one of a run must be saved."""
+        is_last = self.state.step == self.n_steps
+        return not self.bad_steps.was_last_bad or (is_last and not self.bad_steps.are_weights_bad)
+
+    def _save(self) -> None:
+        if self.saver.save(self.state) and self.recorder:
+            self.recorder.save_begun()
+
+    def _give_way(self) -> None:
+        """Ends this worker, when all have saved, so that Ray starts a group on the machines that are left."""
+        dist.barrier()
+        own_notice.give("preemption notice")  # if another worker has heard it, and before the first step
+        own_notice.answer()
+        told = f"{own_notice.source} at step {self.state.step}"
+        if self.recorder:
+            saved = f"saved step {self.state.step}" if self._is_worth_saving() else "after a bad step, saved nothing"
+            logger.warning("%s, %s in %.1f s", told, saved, own_notice.age_s)
+        raise GaveWay(told)
+
+
+def _from_rank_0(mine: T, device: torch.device) -> T:
+    """Returns what rank 0 has, on all ranks."""
+    everyones = [mine]
+    dist.broadcast_object_list(everyones, device=device)
+    return everyones[0]
 
 
 def _hide_reports_of_ray() -> None:
@@ -126,12 +278,10 @@ def _set_up_device(n_workers: int) -> torch.device:
 
 def _start_or_resume(
     config: JobConfig, manifest: Manifest, tokenizer: Tokenizer, device: torch.device
-) -> tuple[Llama, torch.optim.AdamW, RunState]:
+) -> tuple[Llama, torch.optim.Optimizer, RunState]:
     identity = RunIdentity.of(config, manifest.hash, tokenizer.hash)
     # Rank 0 looks and tells the others, so that all go on from the same folder.
-    found = [find_sound_checkpoint(config.run_folder) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, device=device)
-    folder = found[0]
+    folder = _from_rank_0(settle_checkpoints(config.run_folder) if dist.get_rank() == 0 else None, device)
     if folder is None:
         model = Llama(config.model)
         model.init_weights(config.seed)
@@ -141,26 +291,28 @@ def _start_or_resume(
     tensors, state = load_run(folder, config.model, identity)
     model = load_model(folder, device=str(device)).train()
     optimizer = build_optimizer(model, config.optimizer)
-    load_optimizer_tensors(model, optimizer, tensors, state.step)
+    if state.updates:
+        load_optimizer_tensors(model, optimizer, tensors, state.updates)
+    restore_rng(tensors, device)
     if dist.get_rank() == 0:
         logger.warning("resuming from %s", folder)
     _report(folder, state)
     return model, optimizer, state
 
 
-def _wrap(model: Llama, train: TrainConfig, device: torch.device) -> DistributedDataParallel:
-    # compile() in place keeps the parameter names of checkpoints free of a wrapper's prefix.
-    if train.compile:
-        model.compile()
-    return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        forward_sync_buffers=False,
-    )
+def _begin_attempt(task: TrainTask, state: RunState, device: torch.device) -> Attempt:
+    """Makes this worker group the one that writes the run, and removes what an earlier one left unfinished."""
+    begun = None
+    if dist.get_rank() == 0:
+        task.fence.check()
+        begun = begin_attempt(task.config.run_folder, state.step, state.run_id)
+        remove_leftovers(task.config.run_folder)
+    attempt = _from_rank_0(begun, device)
+    assert attempt is not None
+    return attempt
 
 
-def _settle_buckets(ddp: DistributedDataParallel, feed: StepFeed, precision: torch.dtype) -> None:
+def _settle_buckets(ddp: Parallel, feed: StepFeed, precision: torch.dtype) -> None:
     """Lets DDP group its gradients before the first step.
 
     DDP regroups them after its first backward, and the order of summation depends on the groups. Without this a
@@ -172,28 +324,11 @@ def _settle_buckets(ddp: DistributedDataParallel, feed: StepFeed, precision: tor
     ddp.zero_grad(set_to_none=True)
 
 
-def _save_and_report(
-    task: TrainTask,
-    model: Llama,
-    optimizer: torch.optim.Optimizer,
-    state: RunState,
-    evaluation: Evaluation | None,
-    tokenizer: Tokenizer,
-    recorder: Recorder | None,
-) -> None:
-    """Rank 0 writes, all report: Ray commits a checkpoint when every worker has."""
-    folder = task.config.run_folder
-    if recorder:
-        if evaluation:
-            write_sample(folder, state.step, model, tokenizer, task.config.seed)
-        saved = save_run(folder, model, optimizer, state, task.tokenizer_folder, task.config.checkpoint.keep)
-        recorder.saved()
-        _report(saved, state)
-    else:
-        _report(None, state)
-
-
 def _report(folder: Path | None, state: RunState) -> None:
+    """Tells Ray of a checkpoint; a barrier of all workers, of which those without the folder report only numbers.
+
+    Workers that give way report nothing: their controller may be gone or wait for them, and the folder is the truth.
+    """
     metrics: dict[str, float] = {"step": state.step}
     if state.val_loss is not None:
         metrics |= {"val_loss": state.val_loss, "score": -state.val_loss}

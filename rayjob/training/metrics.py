@@ -1,13 +1,14 @@
 """metrics.csv: one row per optimizer step, the record of the run that trackers and `status` read.
 
-Rank 0 is the only writer. A row is flushed when its step ends; after a restart the rows beyond the checkpoint are cut
+Rank 0 is the only writer. A row is written when its step ends; after a restart the rows beyond the checkpoint are cut
 off, so no step stands in it twice.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from rayjob.atomic import write_atomically
 
@@ -33,6 +34,10 @@ class MetricsRow:
     cost_usd: float
     elapsed_s: float  # training time over all attempts
     wall_time: float  # seconds since 1970
+    workers: int = 0
+    windows: int = 0  # fingerprint of the windows of the step, the same however they are dealt to workers
+    skipped: int = 0  # 1 where loss or gradient were not finite, so that nothing was updated
+    grad_z: float | None = None  # deviations of grad_norm from the mean of the steps before
 
     def to_csv(self) -> str:
         # repr of a float is exact, so two runs can be compared bit for bit.
@@ -41,11 +46,11 @@ class MetricsRow:
 
 
 COLUMNS = tuple(field.name for field in fields(MetricsRow))
-_INTEGERS = frozenset({"step", "epoch", "tokens"})
+_INTEGERS = frozenset({"step", "epoch", "tokens", "workers", "windows", "skipped"})
 
 
 class MetricsWriter:
-    """Appends rows to a run's metrics.csv.
+    """Appends rows to a run's metrics.csv; a row whose write failed can be written again.
 
     Args:
         run_folder: the run's folder.
@@ -54,11 +59,21 @@ class MetricsWriter:
 
     def __init__(self, run_folder: Path, step: int) -> None:
         cut_metrics(run_folder, step)
-        self._file: IO[str] = (run_folder / METRICS_FILE).open("a")
+        self._file = (run_folder / METRICS_FILE).open("r+b", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
 
     def write(self, row: MetricsRow) -> None:
-        self._file.write(row.to_csv())
-        self._file.flush()
+        rest = row.to_csv().encode()
+        # At the known end, whatever a failed write left there: the file may have taken half a row before it was full.
+        end = self._size
+        while rest:
+            written = os.pwrite(self._file.fileno(), rest, end)
+            rest, end = rest[written:], end + written
+        self._size = end
+
+    def sync(self) -> None:
+        """Makes the rows written so far survive a power loss."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -98,6 +113,6 @@ def parse_line(line: str) -> MetricsRow | None:
         return None
     values = {
         name: None if cell == "" else (int if name in _INTEGERS else float)(cell)
-        for name, cell in zip(COLUMNS, cells, strict=True)
+        for name, cell in zip(COLUMNS, cells, strict=False)  # a run begun by an earlier version has fewer columns
     }
     return MetricsRow(**values)  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import best_checkpoint
+from model.checkpoint import best_checkpoint, latest_checkpoint, read_trainer_state
+from model.complete import CheckpointError
 from rayjob.config import JobConfig
 from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.card import CARD_FILES
@@ -29,9 +30,18 @@ def tracking_uri(config: JobConfig) -> str:
 
 
 def read_run_id(run_folder: Path) -> str | None:
-    """Returns the MLflow run that belongs to a run folder, or None before the first contact."""
+    """Returns the MLflow run that belongs to a run folder, or None before the first contact.
+
+    Where the file is lost, the newest checkpoint knows.
+    """
     path = run_folder / _RUN_ID_FILE
-    return path.read_text().strip() if path.exists() else None
+    if path.exists() and (run_id := path.read_text().strip()):
+        return run_id
+    latest = latest_checkpoint(run_folder)
+    try:
+        return read_trainer_state(latest).get("mlflow_run_id") if latest else None
+    except CheckpointError:
+        return None
 
 
 class MlflowSink:

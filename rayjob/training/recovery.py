@@ -6,18 +6,27 @@ name folders that are gone, and then fit() fails; it is removed before every sta
 
 import dataclasses
 import logging
+import shutil
 from pathlib import Path
 
 from torch import Tensor
 
-from model.checkpoint import checkpoint_folders, load_config, load_trainer_state, verify_checkpoint
+from model.checkpoint import (
+    checkpoint_folders,
+    load_config,
+    load_trainer_tensors,
+    read_trainer_state,
+    verify_checkpoint,
+)
 from model.complete import CheckpointError
 from model.config import ModelConfig
+from rayjob.training.attempt import run_ids
 from rayjob.training.saving import RunIdentity, RunState
 
 logger = logging.getLogger(__name__)
 
 _RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
+_REJECTED_SUFFIX = ".rejected"
 
 
 def forget_ray_snapshot(run_folder: Path) -> None:
@@ -25,25 +34,31 @@ def forget_ray_snapshot(run_folder: Path) -> None:
 
 
 def find_sound_checkpoint(run_folder: Path) -> Path | None:
-    """Returns the newest checkpoint whose every file is as saved, warning about newer ones that are not."""
-    for folder in reversed(checkpoint_folders(run_folder)):
-        try:
-            verify_checkpoint(folder)
-        except CheckpointError as error:
-            logger.warning("%s It is left out; trying the one before.", error)
-        else:
-            return folder
-    return None
+    """Returns the run's newest checkpoint whose every file is as saved, warning about newer ones that are not."""
+    found, rejected = _newest_sound(run_folder)
+    for error in rejected.values():
+        logger.warning("%s It is left out; trying the one before.", error)
+    return found
 
 
-def load_run(folder: Path, model: ModelConfig, identity: RunIdentity) -> tuple[dict[str, Tensor], RunState]:
-    """Returns the optimizer's tensors and the state saved in a sound checkpoint.
+def settle_checkpoints(run_folder: Path) -> Path | None:
+    """Returns the same as `find_sound_checkpoint` and renames the newer ones, so that nobody takes them for sound.
+
+    For who holds the run's lock.
+    """
+    found, rejected = _newest_sound(run_folder)
+    for folder, error in rejected.items():
+        logger.warning("%s It is left out and %s; trying the one before.", error, _set_aside(folder))
+    return found
+
+
+def read_run(folder: Path, model: ModelConfig, identity: RunIdentity) -> RunState:
+    """Returns the state saved in a sound checkpoint.
 
     Raises:
         CheckpointError: if it is of another run or shape; both values are named.
     """
-    tensors, saved = load_trainer_state(folder)
-    state = RunState.from_json(saved)
+    state = RunState.from_json(read_trainer_state(folder))
     mine = dataclasses.asdict(identity) | {"model": model}
     theirs = dataclasses.asdict(state.identity) | {"model": load_config(folder)}
     for name in mine:
@@ -52,4 +67,42 @@ def load_run(folder: Path, model: ModelConfig, identity: RunIdentity) -> tuple[d
                 f"{folder} was trained with {name} {theirs[name]}, but the configuration gives {name} {mine[name]}: "
                 "choose another run_name, or restore the configuration of the run."
             )
-    return tensors, state
+    return state
+
+
+def load_run(folder: Path, model: ModelConfig, identity: RunIdentity) -> tuple[dict[str, Tensor], RunState]:
+    """Returns the trainer's tensors and the state saved in a sound checkpoint; raises as `read_run` does."""
+    state = read_run(folder, model, identity)
+    return load_trainer_tensors(folder), state
+
+
+def _newest_sound(run_folder: Path) -> tuple[Path | None, dict[Path, CheckpointError]]:
+    """Returns the run's newest sound checkpoint, and the newer ones with what is wrong with each."""
+    rejected: dict[Path, CheckpointError] = {}
+    known_ids = run_ids(run_folder)
+    for folder in reversed(checkpoint_folders(run_folder)):
+        try:
+            verify_checkpoint(folder)
+            _check_run_id(folder, known_ids)
+        except CheckpointError as error:
+            rejected[folder] = error
+        else:
+            return folder, rejected
+    return None, rejected
+
+
+def _check_run_id(folder: Path, known_ids: set[str]) -> None:
+    run_id = read_trainer_state(folder).get("run_id")
+    if run_id and known_ids and run_id not in known_ids:
+        raise CheckpointError(f"{folder} is a checkpoint of another run, put into this run's folder.")
+
+
+def _set_aside(folder: Path) -> str:
+    """Renames a folder so that it is no checkpoint any more, and returns what became of it."""
+    aside = folder.with_name(folder.name + _REJECTED_SUFFIX)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+        folder.rename(aside)
+    except OSError as error:
+        return f"could not be renamed ({error})"
+    return f"was renamed to {aside.name}"

@@ -12,15 +12,20 @@ _OPENINGS = ("The", "She said that", "It was a dark night, and")
 _MAX_NEW_TOKENS = 48
 
 
-def write_sample(run_folder: Path, step: int, model: Llama, tokenizer: Tokenizer, seed: int) -> None:
-    """Writes samples/step_XXXXXXXX.txt: one paragraph for each opening, the same draw at every step."""
+def draw_sample(model: Llama, tokenizer: Tokenizer, seed: int) -> str:
+    """Returns one paragraph for each opening, the same draw at every step."""
     is_training = model.training
     model.eval()
     texts = [_continue(model, tokenizer, opening, seed) for opening in _OPENINGS]
     model.train(is_training)
+    return "\n\n".join(texts) + "\n"
+
+
+def write_sample(run_folder: Path, step: int, sample: str) -> None:
+    """Writes samples/step_XXXXXXXX.txt."""
     path = run_folder / SAMPLES_FOLDER / f"step_{step:08d}.txt"
     path.parent.mkdir(exist_ok=True)
-    path.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    path.write_text(sample, encoding="utf-8")
 
 
 def _continue(model: Llama, tokenizer: Tokenizer, opening: str, seed: int) -> str:

@@ -2,20 +2,20 @@
 
 import dataclasses
 import logging
-import shutil
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from model.checkpoint import best_checkpoint, list_checkpoints, save_checkpoint, step_of
-from model.llama import Llama
+from model.checkpoint import best_checkpoint, list_checkpoints, step_of
+from model.checkpoint_writer import remove_checkpoint
 from rayjob.config import CheckpointConfig, JobConfig
+from rayjob.config_file import to_tree
+from rayjob.training.attempt import Attempt
 from rayjob.training.evaluation import Evaluation
-from rayjob.training.optimizer import optimizer_tensors
+from rayjob.training.mlflow_sink import read_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +46,53 @@ class RunState:
     val_loss: float | None = None  # of this step's weights, where they were evaluated
     val_accuracy: float | None = None
     val_bits_per_byte: float | None = None
+    best_val_loss: float | None = None  # of the run so far
+    best_step: int | None = None
+    run_id: str | None = None  # of the run folder; checkpoints of early versions have none
+    skipped_steps: int = 0  # of `step`, those whose gradient was not finite: the optimizer has counted fewer
+    owes_evaluation: bool = False  # the one of this step was abandoned, and its row is not in metrics.csv yet
+    owed_row: str = ""  # that row without the evaluation, as rank 0 has it
 
-    def after_step(self, n_tokens: int) -> "RunState":
-        """Returns the state one update later; an evaluation belongs to the weights before it."""
+    @property
+    def updates(self) -> int:
+        """Updates of the weights."""
+        return self.step - self.skipped_steps
+
+    @property
+    def recorded_step(self) -> int:
+        """The last step that is done with all that belongs to it."""
+        return self.step - self.owes_evaluation
+
+    def after_step(self, n_tokens: int, is_skipped: bool = False) -> "RunState":
+        """Returns the state one step later; an evaluation belongs to the weights before it."""
         return dataclasses.replace(
             self,
             step=self.step + 1,
             tokens=self.tokens + n_tokens,
+            skipped_steps=self.skipped_steps + is_skipped,
             val_loss=None,
             val_accuracy=None,
             val_bits_per_byte=None,
         )
 
     def evaluated(self, evaluation: Evaluation) -> "RunState":
+        val_loss = evaluation.val_loss
+        is_best = math.isfinite(val_loss) and (self.best_val_loss is None or val_loss < self.best_val_loss)
         return dataclasses.replace(
             self,
-            val_loss=evaluation.val_loss,
+            val_loss=val_loss,
             val_accuracy=evaluation.accuracy,
             val_bits_per_byte=evaluation.bits_per_byte,
+            best_val_loss=val_loss if is_best else self.best_val_loss,
+            best_step=self.step if is_best else self.best_step,
+            owes_evaluation=False,
         )
+
+    def owing_evaluation(self) -> "RunState":
+        return dataclasses.replace(self, owes_evaluation=True)
+
+    def with_owed_row(self, row: str) -> "RunState":
+        return dataclasses.replace(self, owed_row=row)
 
     def at_cost(self, elapsed_s: float, cost_usd: float) -> "RunState":
         return dataclasses.replace(self, elapsed_s=elapsed_s, cost_usd=cost_usd)
@@ -74,48 +102,41 @@ class RunState:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "RunState":
-        fields = {field.name: state[field.name] for field in dataclasses.fields(cls)}
+        """Returns the state of a checkpoint; what it does not tell has its default."""
+        fields = {field.name: state[field.name] for field in dataclasses.fields(cls) if field.name in state}
         return cls(**fields | {"identity": RunIdentity(**fields["identity"])})
 
 
 class SavePolicy:
-    """Decides when a save is due by steps or by time; validation and the end of a run always save."""
+    """Decides when a save is due by steps or by time; validation and the end of a run always save.
+
+    What fell due stays due until a save begins: one that fell due while another was being written comes after it.
+    """
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._last_time = time.monotonic()
+        self._was_due = False
 
     def is_due(self, step: int) -> bool:
         by_step = self._config.interval_steps is not None and step % self._config.interval_steps == 0
         elapsed_s = time.monotonic() - self._last_time
-        return by_step or (self._config.interval_s is not None and elapsed_s >= self._config.interval_s)
+        by_time = self._config.interval_s is not None and elapsed_s >= self._config.interval_s
+        self._was_due = self._was_due or by_step or by_time
+        return self._was_due
 
-    def saved(self) -> None:
+    def save_begun(self) -> None:
         self._last_time = time.monotonic()
+        self._was_due = False
 
 
-def save_run(
-    run_folder: Path,
-    model: Llama,
-    optimizer: torch.optim.Optimizer,
-    state: RunState,
-    tokenizer_folder: Path,
-    keep: int,
-) -> Path:
-    """Writes the checkpoint of `state.step`, removes the ones no longer kept, and returns its folder."""
-    started = time.monotonic()
-    folder = save_checkpoint(
-        run_folder,
-        state.step,
-        model=model.state_dict(),
-        config=model.config,
-        tokenizer_folder=tokenizer_folder,
-        trainer_tensors=optimizer_tensors(model, optimizer),
-        trainer_state=state.to_json(),
-    )
-    prune(run_folder, state.step, keep)
-    logger.info("saved %s in %.1f s", folder.name, time.monotonic() - started)
-    return folder
+def state_document(config: JobConfig, attempt: Attempt, state: RunState) -> dict[str, Any]:
+    """Returns the content of a checkpoint's trainer/state.json: the state and all that tells where it came from."""
+    return state.to_json() | {
+        "attempt": attempt.id,
+        "config": to_tree(config),
+        "mlflow_run_id": read_run_id(config.run_folder),
+    }
 
 
 def prune(run_folder: Path, step: int, keep: int) -> None:
@@ -127,4 +148,7 @@ def prune(run_folder: Path, step: int, keep: int) -> None:
     kept = {*reached[-keep:], best_checkpoint(run_folder)}
     for folder in reached:
         if folder not in kept:
-            shutil.rmtree(folder)
+            try:
+                remove_checkpoint(folder)
+            except OSError as error:
+                logger.warning("%s is no longer needed, but could not be removed: %s", folder, error)

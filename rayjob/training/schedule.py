@@ -75,7 +75,7 @@ def max_steps(config: JobConfig, order: WindowOrder) -> int:
 
 
 def learning_rate(optimizer: OptimizerConfig, index: int, n_steps: int) -> float:
-    """Returns the rate of update `index`: linear warm-up, then half a cosine that ends at min_lr.
+    """Returns the rate of update `index`: linear warm-up, then the schedule's fall, which ends at min_lr.
 
     The first update has lr / warmup_steps, update warmup_steps - 1 the peak, update n_steps - 1 min_lr. With a
     warm-up that fills the run the rate only rises.
@@ -83,5 +83,12 @@ def learning_rate(optimizer: OptimizerConfig, index: int, n_steps: int) -> float
     done = index + 1
     if done <= optimizer.warmup_steps:
         return optimizer.lr * done / optimizer.warmup_steps
-    progress = min(1.0, (done - optimizer.warmup_steps) / (n_steps - optimizer.warmup_steps))
+    begin = optimizer.warmup_steps
+    if optimizer.schedule == "wsd":
+        begin = max(begin, n_steps - math.ceil(optimizer.decay_fraction * n_steps))
+        if done <= begin:
+            return optimizer.lr
+    progress = min(1.0, (done - begin) / (n_steps - begin))
+    if optimizer.schedule == "wsd":
+        return optimizer.lr + progress * (optimizer.min_lr - optimizer.lr)
     return optimizer.min_lr + 0.5 * (optimizer.lr - optimizer.min_lr) * (1 + math.cos(math.pi * progress))

@@ -1,7 +1,8 @@
 """Sends a run's metrics, samples and artifacts to MLflow, TensorBoard and Weights & Biases, from the driver.
 
 The workers only write files in the run folder; every tracker follows these files in a thread of its own. So a tracker
-that is slow, away or broken delays no step: its rows wait in metrics.csv and are sent when it is back.
+that is slow, away or broken delays no step: its rows wait in metrics.csv and are sent when it is back, or by the next
+start. A note in the run folder says that there is something left to send.
 """
 
 import logging
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 ROWS_PER_SEND = 64
 _RETRY_S = 5.0
 _FINISH_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 10.0  # who asked for a stop kills what takes long
+_STOP_TIMEOUT_S = 3.0  # a pod that is taken back has five seconds in all, and the next start sends the rest
+_UNSENT_FILE = "unsent"
 
 # Metric keys are `area/name_unit`, legal for every tracker.
 METRIC_KEYS = {
@@ -36,6 +38,11 @@ METRIC_KEYS = {
     "val_bits_per_byte": "val/bits_per_byte",
     "cost_usd": "cost/usd",
 }
+
+
+def is_behind(run_folder: Path) -> bool:
+    """Whether a tracker has not got all of a run, so that another start has something to send."""
+    return (run_folder / _UNSENT_FILE).exists()
 
 
 def metrics_of(row: MetricsRow) -> dict[str, float]:
@@ -64,6 +71,8 @@ class Tracking:
     def __init__(self, run_folder: Path, sinks: Sequence[Sink]) -> None:
         self._ended, self._abandoned = threading.Event(), threading.Event()
         self._status = "FINISHED"
+        self._unsent = run_folder / _UNSENT_FILE
+        self._unsent.touch()
         self._threads = [
             threading.Thread(target=self._run, args=(run_folder, sink), name=sink.name, daemon=True) for sink in sinks
         ]
@@ -77,23 +86,36 @@ class Tracking:
         deadline_s = time.monotonic() + (_FINISH_TIMEOUT_S if status == "FINISHED" else _STOP_TIMEOUT_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-            if thread.is_alive():
-                logger.warning("%s did not take everything; the rest is sent by the next start.", thread.name)
         self._abandoned.set()
+        late = [thread.name for thread in self._threads if thread.is_alive()]
+        if not late:
+            self._unsent.unlink(missing_ok=True)
+            return
+        names = " and ".join(late)
+        logger.warning("%s did not take everything: the same command sends the rest, once it is back.", names)
 
     def _run(self, run_folder: Path, sink: Sink) -> None:
-        was_away = False
+        is_away = False
         while not self._abandoned.is_set():
             try:
                 tail = MetricsTail(run_folder, sink.open())
                 for rows in follow(tail, self._ended):
                     for begin in range(0, len(rows), ROWS_PER_SEND):
                         sink.send(rows[begin : begin + ROWS_PER_SEND])
+                    if is_away:
+                        logger.warning("%s is back, and has every step up to %d.", sink.name, rows[-1].step)
+                        is_away = False
                 sink.close(self._status)
             except Exception as error:  # a tracker's fault of any kind must not reach the run
-                if not was_away:
-                    logger.warning("%s: %s Training goes on; it is tried again.", sink.name, error)
-                was_away = True
+                if not is_away:
+                    logger.warning("%s: %s Training goes on; it is tried again.", sink.name, _in_brief(error))
+                is_away = True
                 self._abandoned.wait(_RETRY_S)
             else:
                 return
+
+
+def _in_brief(error: Exception) -> str:
+    """Returns an error in one line: those of HTTP clients carry whole stacks of others."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else text[:300] + " …"

@@ -12,17 +12,16 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model.generate import GeneratedToken
-from model.sampling import uniform
 from serving.engine.loading import ServedModel
+from serving.engine.progress import EngineSequence
 from serving.engine.runner import Runner
-from serving.engine.sampler import Draw, sample
+from serving.engine.sampler import sample
 from serving.engine.scheduler import Chunk, Scheduler
 from serving.engine.scoring import PromptScorer
 from serving.engine.sequence import Delta, SequenceSpec, Transcript
@@ -39,6 +38,7 @@ from serving.engine.stream import (
 __all__ = [
     "Engine",
     "EngineClosed",
+    "EngineSequence",
     "IndexedDelta",
     "Load",
     "QueueFull",
@@ -73,48 +73,6 @@ class Load(NamedTuple):
     waiting: int
 
 
-@dataclass(slots=True, eq=False)
-class EngineSequence:
-    """A sequence of a request on its way through the engine."""
-
-    index: int
-    spec: SequenceSpec
-    request: RequestStream
-    transcript: Transcript
-    scorer: PromptScorer | None = None
-    started_at_s: float | None = None
-    is_done: bool = False
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.spec.prompt)
-
-    @property
-    def wants_scores(self) -> bool:
-        return self.spec.prompt_logprobs is not None
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it needs its slot no longer."""
-        return self.is_done or self.request.is_cancelled
-
-    @property
-    def last_position(self) -> int:
-        """Position of the newest token."""
-        return len(self.spec.prompt) + len(self.transcript.output) - 1
-
-    def start(self) -> None:
-        """Notes the time at which the first work for it is done."""
-        self.started_at_s = self.started_at_s or time.monotonic()
-        self.request.started_at_s = self.request.started_at_s or self.started_at_s
-
-    def draw(self) -> Draw:
-        """Returns what decides its next token."""
-        spec, output = self.spec, self.transcript.output
-        number = uniform(spec.seed, spec.choice, len(output))
-        return Draw(spec.params, spec.prompt, output, number, spec.n_top_logprobs)
-
-
 def take_token(sequence: EngineSequence, picked: GeneratedToken) -> Delta:
     """Adds the token that was picked for a sequence and returns its delta."""
     return sequence.transcript.push(picked)
@@ -138,7 +96,8 @@ class Engine:
             served: The model; its own weights stay as they are.
             num_slots: Sequences decoded together.
             max_waiting: Sequences that may wait beyond them.
-            dtype: Of the weights and the cache while decoding.
+            dtype: Of the weights and the cache while decoding; int8 stands for the weights of decode steps alone,
+                all else is bfloat16 then.
             num_threads: CPUs that compute; None leaves what is set for the process.
         """
         self.served = served

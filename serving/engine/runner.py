@@ -13,7 +13,7 @@ from torch import Tensor
 from model.llama import Llama
 from serving.engine.scheduler import Move
 from serving.engine.slots import SlotCache
-from serving.engine.weights import LayerWeights, read_weights
+from serving.engine.weights import LayerWeights, Weights, pack, product, quantize, read_weights
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (N, H, E), k (N, K, E), v (N, K, E)) -> (N, H * E); it keeps k and v."""
@@ -24,10 +24,13 @@ class Runner:
 
     def __init__(self, model: Llama, *, num_slots: int, dtype: torch.dtype) -> None:
         self.config = model.config
-        self._weights = read_weights(model, dtype)
+        computing = torch.bfloat16 if dtype == torch.int8 else dtype
+        plain = read_weights(model, computing)
+        self._weights = pack(plain)
+        self._decode_weights = quantize(plain) if dtype == torch.int8 else self._weights
         self._rotary = model.model.rotary
         self._device = self._weights.embedding.device
-        self._cache = SlotCache(model.config, num_slots, dtype, self._device)
+        self._cache = SlotCache(model.config, num_slots, computing, self._device)
 
     def move(self, moves: Sequence[Move]) -> None:
         """Moves rows of the cache, in this order."""
@@ -40,33 +43,34 @@ class Runner:
         end = start + len(tokens)
         if start == 0:
             self._cache.clear(row)
-        hidden = self._forward(tokens, range(start, end), self._cache.prefill(row, start, end))
-        return self._logits(hidden[-1:])
+        hidden = self._forward(self._weights, tokens, range(start, end), self._cache.prefill(row, start, end))
+        return product(hidden[-1:], self._weights.head)
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Computes one token in each of the first B rows at its position; returns the logits (B, V) after it."""
         padding = [0] * (_width(len(tokens)) - len(tokens))
         attend = self._cache.decode(positions, len(padding))
-        hidden = self._forward([*tokens, *padding], [*positions, *padding], attend)
-        return self._logits(hidden)[: len(tokens)]
+        weights = self._decode_weights
+        hidden = self._forward(weights, [*tokens, *padding], [*positions, *padding], attend)
+        return product(hidden, weights.head)[: len(tokens)]
 
-    def _forward(self, tokens: Sequence[int], positions: Sequence[int], attend: Attention) -> Tensor:
+    def _forward(self, weights: Weights, tokens: Sequence[int], positions: Sequence[int], attend: Attention) -> Tensor:
         """Returns the last hidden states (N, D), normed."""
         rotation = self._rotary(torch.tensor(positions, device=self._device))
-        x = F.embedding(torch.tensor(tokens, device=self._device), self._weights.embedding)  # (N, D)
-        for index, layer in enumerate(self._weights.layers):
+        x = F.embedding(torch.tensor(tokens, device=self._device), weights.embedding)  # (N, D)
+        for index, layer in enumerate(weights.layers):
             q, k, v = self._project(self._norm(x, layer.attention_norm), layer, rotation)
-            x = x + F.linear(attend(index, q, k, v), layer.o)
-            gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
-        return self._norm(x, self._weights.norm)
+            x = x + product(attend(index, q, k, v), layer.o)
+            gate, up = product(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+            x = x + product(F.silu(gate) * up, layer.down)
+        return self._norm(x, weights.norm)
 
     def _project(
         self, x: Tensor, layer: LayerWeights, rotation: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         H, K, E = self.config.n_heads, self.config.n_kv_heads, self.config.head_dim
-        heads = F.linear(x, layer.qkv).view(len(x), H + 2 * K, E)
+        heads = product(x, layer.qkv).view(len(x), H + 2 * K, E)
         qk = _rotate(heads[:, : H + K], *rotation)
         return qk[:, :H], qk[:, H:], heads[:, H + K :]
 
@@ -75,9 +79,6 @@ class Runner:
         x_fp32 = x.float()
         normed = x_fp32 * torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.config.norm_eps)
         return weight * normed.to(x.dtype)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._weights.embedding)
 
 
 def _width(num_rows: int) -> int:

@@ -2,8 +2,8 @@
 
 1. One log-softmax over all rows: the logprobs of the answer, and NaN throughout a row that is not finite.
 2. Penalties, on the rows that have them.
-3. The most probable `NUM_CANDIDATES` tokens of all rows at once. Where a row's filters keep fewer, `model.sampling`
-   decides among these as it would among all.
+3. The most probable `NUM_CANDIDATES` tokens of the filtered rows at once. Where a row's filters keep fewer,
+   `model.sampling` decides among these as it would among all.
 4. Rows without top-k: the sum of all weights, which top-p needs, or their running sums, which a draw from the whole
    distribution needs, in fp64.
 5. A row whose filters reach beyond its candidates, or to a tie at their end, is decided over the whole vocabulary.
@@ -52,6 +52,11 @@ class Draw:
     def takes_whole_sum(self) -> bool:
         """Whether the weights of all tokens matter, and not only those of the most probable ones."""
         return not self.params.is_greedy and self.params.top_k <= 0
+
+    @property
+    def is_unfiltered(self) -> bool:
+        """Whether the token is drawn from all but those that min-p leaves out."""
+        return self.takes_whole_sum and self.params.top_p == 1.0
 
 
 @torch.inference_mode()
@@ -120,14 +125,13 @@ def _penalize_rows(raw: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 class _Batch:
-    """The scores of all rows with what is found for all of them at once."""
+    """The scores of all rows with what is found for many of them at once."""
 
     def __init__(self, scores: Tensor, draws: Sequence[Draw]) -> None:
         self._scores = scores  # (B, V)
         self._draws = draws
-        values, tokens = scores.topk(min(NUM_CANDIDATES, scores.shape[1]), dim=1)
-        self._values: FloatArray = values.cpu().numpy()  # (B, C), descending
-        self._tokens: NDArray[np.int64] = tokens.cpu().numpy()
+        self._top: list[float] = scores.amax(1).tolist()  # NaN if any score of the row is
+        self._candidates = self._find_candidates([row for row, draw in enumerate(draws) if not draw.is_unfiltered])
         self._cumulative = self._sum_weights([row for row, draw in enumerate(draws) if draw.takes_whole_sum])
 
     def choose(self, row: int) -> int:
@@ -136,22 +140,22 @@ class _Batch:
         Raises:
             NonFiniteLogits: the row holds NaN or +inf, or nothing but -inf.
         """
-        one, values = self._draws[row], self._values[row]
-        check_top_score(float(values[0]))
-        if one.takes_whole_sum and one.params.top_p == 1.0:
+        one = self._draws[row]
+        check_top_score(self._top[row])
+        if one.is_unfiltered:
             return draw_cumulative(self._cumulative[row], one.uniform)
-        token = self._choose_candidate(row, one, values)
+        token = self._choose_candidate(row, one, *self._candidates[row])
         return self._choose_of_all(row, one) if token is None else token
 
-    def _choose_candidate(self, row: int, one: Draw, values: FloatArray) -> int | None:
-        """Returns the token if the candidates are sure to hold all that the filters keep."""
+    def _choose_candidate(self, row: int, one: Draw, values: FloatArray, candidates: NDArray[np.int64]) -> int | None:
+        """Returns the token if the candidates, most probable first, are sure to hold all that the filters keep."""
         is_whole = len(values) == self._scores.shape[1]
         if one.params.is_greedy or one.params.top_k > 0:
             n_kept = 1 if one.params.is_greedy else min(one.params.top_k, len(values))
             if not is_whole and values[n_kept - 1] == values[-1]:
                 return None
-        in_order = self._tokens[row].argsort()
-        tokens, scores = self._tokens[row][in_order], values[in_order]
+        in_order = candidates.argsort()
+        tokens, scores = candidates[in_order], values[in_order]
         if one.params.is_greedy:
             return int(tokens[scores.argmax()])
         total = float(self._cumulative[row][-1]) if one.takes_whole_sum else None
@@ -159,6 +163,14 @@ class _Batch:
         if one.takes_whole_sum and not is_whole and scores[kept].min() == values[-1]:
             return None
         return int(tokens[kept[draw(weights, one.uniform)]])
+
+    def _find_candidates(self, rows: Sequence[int]) -> dict[int, tuple[FloatArray, NDArray[np.int64]]]:
+        """Returns scores, descending, and ids of the most probable tokens (C,) of some rows."""
+        if not rows:
+            return {}
+        scores = self._scores if len(rows) == len(self._scores) else self._scores[list(rows)]
+        values, tokens = scores.topk(min(NUM_CANDIDATES, scores.shape[1]), dim=1)
+        return dict(zip(rows, zip(values.cpu().numpy(), tokens.cpu().numpy(), strict=True), strict=True))
 
     def _choose_of_all(self, row: int, one: Draw) -> int:
         # Penalties are in the scores already: without them in the parameters they are not applied twice.

@@ -1,6 +1,7 @@
 """Keys and values of all slots: one tensor of each for every layer, a row for every slot, never reallocated.
 
-B rows, T new tokens, L length of the cache read, H n_heads, K n_kv_heads, G query heads of one key/value head, E head_dim
+B rows, N rows with padding, T new tokens, S length of the cache, L length read
+H n_heads, K n_kv_heads, G query heads of one key/value head, E head_dim
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from serving.engine.sequence import Delta, PromptScores
 
@@ -25,7 +24,8 @@ class IndexedDelta:
     delta: Delta
 
 
-class IndexedScores(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class IndexedScores:
     """The scores of a sequence's prompt; `is_last` when no token follows."""
 
     index: int

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rayjob.training.metrics import read_metrics
+from tests import kills
 from tests.e2e.test_run_all import TINY, free_ports, write_books
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -31,6 +32,8 @@ class Head:
         self.gcs_port, self.dashboard_port, self.agent_port, self.client_port = free_ports(4)
         token.write_text(secrets.token_hex(32))
         self._environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        self._environment["RAY_JOB_STOP_WAIT_TIME_S"] = "60"  # three by default: too short for a busy machine
+        self._environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "1"  # nothing runs any more when it is stopped
         self._environment.pop("RAY_ADDRESS", None)
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -42,10 +45,13 @@ class Head:
         command += [f"--dashboard-agent-listen-port={self.agent_port}", f"--ray-client-server-port={self.client_port}"]
         return subprocess.Popen(command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def submit(self, *entrypoint: str) -> subprocess.CompletedProcess[str]:
-        address = ["--address", f"http://127.0.0.1:{self.dashboard_port}"]
-        command = [str(RAY), "job", "submit", *address, "--working-dir", ".", "--", *entrypoint]
+    def job(self, action: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(RAY), "job", action, "--address", f"http://127.0.0.1:{self.dashboard_port}", *words]
         return subprocess.run(command, cwd=REPOSITORY, env=self._environment, capture_output=True, text=True)
+
+    def submit(self, submission_id: str, *entrypoint: str, wait: bool = True) -> subprocess.CompletedProcess[str]:
+        options = ["--working-dir", ".", "--submission-id", submission_id, *([] if wait else ["--no-wait"])]
+        return self.job("submit", *options, "--", *entrypoint)
 
 
 @pytest.fixture
@@ -60,24 +66,38 @@ def head(tmp_path: Path) -> Iterator[Head]:
             process.wait(timeout=60)
 
 
-def test_submitted_job_trains_from_a_small_upload(head: Head, tmp_path: Path) -> None:
+def test_submitted_job_trains_from_a_small_upload_is_stopped_and_goes_on_as_a_new_attempt(
+    head: Head, tmp_path: Path
+) -> None:
     write_books(tmp_path / "books")
+    run_folder = tmp_path / "store" / "runs" / "submitted"
     overrides = [
         *(setting for setting in TINY if not setting.startswith(("data.paths", "storage"))),
         f"data.paths=[{tmp_path / 'books'}]",
         f"storage={tmp_path / 'store'}",
         "run_name=submitted",
-        "train.max_steps=20",
     ]
     entrypoint = [sys.executable, "-m", "rayjob", "run", "--config", "rayjob/configs/small.yaml", *overrides]
     # The head takes jobs some seconds after its start; Ray's command line retries nothing.
     deadline_s = time.monotonic() + 120
     while True:
-        job = head.submit(*entrypoint)
+        job = head.submit("first", *entrypoint, "train.max_steps=100000", wait=False)
         if "submitted successfully" in job.stdout or time.monotonic() > deadline_s:
             break
     assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
-    assert [row.step for row in read_metrics(tmp_path / "store" / "runs" / "submitted")] == list(range(1, 21))
+    kills.wait_until(kills.from_step(run_folder, 5), "a step")
+    stopped = head.job("stop", "first")
+    assert "was stopped" in stopped.stdout + stopped.stderr
+    last = kills.last_step(run_folder)
+    assert (run_folder / f"step_{last:08d}" / "COMPLETE").exists()
+    assert "stopped on request: run the same command again" in head.job("logs", "first").stdout
+
+    again = head.submit("first", *entrypoint, f"train.max_steps={last + 20}")
+    assert again.returncode != 0, "Ray takes a submission id once"
+    assert "already exists" in again.stdout + again.stderr
+    job = head.submit("second", *entrypoint, f"train.max_steps={last + 20}")
+    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+    assert [row.step for row in read_metrics(run_folder)] == list(range(1, last + 21))
     (uploaded,) = (head.temp / "session_latest" / "runtime_resources" / "working_dir_files").glob("_ray_pkg_*/")
     n_bytes = sum(
         path.stat().st_size for path in uploaded.rglob("*") if path.is_file() and "__pycache__" not in str(path)

@@ -7,6 +7,7 @@ State, ports and storage are this module's own: a cluster of the developer's on 
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -15,15 +16,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster import ports, processes
 from cluster.settings import DEFAULT_PORTS, REPOSITORY, read_settings
+from model.checkpoint import list_checkpoints, step_of
+from tests import kills
 
 # The first test may have to install everything.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -84,11 +88,28 @@ class Machine:
         return [int(line.partition(",")[0]) for line in lines[1:]]
 
     def left_processes(self) -> list[processes.Process]:
-        settings = read_settings(self.variables)
-        return [one for part in ("head", "mlflow") for one in processes.find_ours(settings.marker(part))]
+        return [one for part in ("head", "mlflow") for one in self.processes_of(part)]
+
+    def processes_of(self, part: str) -> list[processes.Process]:
+        """Returns the processes of the Ray head and all that runs on it, `head`, or of the MLflow server, `mlflow`."""
+        return processes.find_ours(read_settings(self.variables).marker(part))
+
+    def parts(self, run_name: str) -> kills.Parts:
+        """Returns the processes of the cluster by what they do for a run."""
+
+        return kills.Parts(lambda: handles(self.left_processes()), self.folder / "store" / "runs" / run_name)
 
     def url(self, port: str, path: str) -> str:
         return f"http://127.0.0.1:{self.variables[port]}{path}"
+
+
+def handles(found: list[processes.Process]) -> list[psutil.Process]:
+    """Returns those of the processes that are still there, as what can be stopped and killed."""
+    living = []
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            living.append(psutil.Process(process.pid))
+    return living
 
 
 def free_ports(count: int) -> list[int]:
@@ -175,6 +196,12 @@ def test_second_run_does_no_work_twice(machine: Machine, first_run: tuple[int, s
     assert elapsed_s < first_run[2]
 
 
+def is_saved_from(run_folder: Path, step: int) -> bool:
+    """Says whether there is a checkpoint of this step or a later one."""
+    complete = list_checkpoints(run_folder)
+    return bool(complete) and step_of(complete[-1]) >= step
+
+
 def test_interrupted_run_saves_and_goes_on(machine: Machine, first_run: tuple[int, str, float]) -> None:
     """With the service of the first run still up, so that this also shows that both fit on the machine."""
     run = machine.start("run_all.sh", *machine.arguments("interrupted", 1500))
@@ -190,6 +217,28 @@ def test_interrupted_run_saves_and_goes_on(machine: Machine, first_run: tuple[in
     assert status["stage"] == "stopped"
     assert 0 < status["step"] < 1500
     assert Path(status["latest_checkpoint"]).name == f"step_{status['step']:08d}"
+
+    # SIGTERM as a pod gets it: to its first process alone, here a shell with the command, and with five seconds left.
+    script = shlex.join(["bash", str(REPOSITORY / "cluster" / "run_all.sh"), *machine.arguments("interrupted", 3000)])
+    parts = machine.parts("interrupted")
+    pod = subprocess.Popen(
+        ["sh", "-c", script],
+        cwd=machine.folder,
+        env={**os.environ, **machine.variables},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    kills.wait_until(kills.from_step(parts.run_folder, status["step"] + 5), "a further step")
+    at_notice, noticed_at_s = kills.last_step(parts.run_folder), time.monotonic()
+    pod.send_signal(signal.SIGTERM)
+    kills.wait_until(lambda: is_saved_from(parts.run_folder, at_notice), "a save at the notice")
+    saved_s = time.monotonic() - noticed_at_s
+    output = pod.communicate()[0]
+    ended_s = time.monotonic() - noticed_at_s
+    print(f"saved after {saved_s:.1f} s, ended after {ended_s:.1f} s")
+    assert saved_s < 10  # five on a machine of its own, which is what a pod has left
+    status = last_json(output)
+    assert status["stage"] == "stopped"
 
     steps = status["step"] + 20
     exit_code, output = machine.run_all("interrupted", steps)

@@ -1,6 +1,5 @@
 """Real Ray Data on two CPUs and real files; nothing is faked."""
 
-import contextlib
 import hashlib
 import os
 import random
@@ -8,14 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import ray
 
@@ -27,6 +24,7 @@ from rayjob.corpus.errors import CorpusError, PrepareCancelled
 from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared, prepare
 from rayjob.corpus.tokenize import write_blocks
 from rayjob.corpus.units import Unit
+from tests.ray_tasks import await_true, kill_tasks
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -363,27 +361,14 @@ def test_killed_task_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "line.txt").write_text(book(1, 200_000) * 4)
     expected = digests(run(tmp_path / "line.txt", tmp_path / "undisturbed").tokens_folder)
     killed: list[int] = []
-    killer = threading.Thread(target=await_true, args=(lambda: kill_one_task(killed),))
+
+    def kill() -> bool:
+        killed.extend(kill_tasks("_write_unit"))
+        return bool(killed)
+
+    killer = threading.Thread(target=await_true, args=(kill,))
     killer.start()
     prepared = run(tmp_path / "line.txt", tmp_path / "s")
     killer.join()
-    assert len(killed) == 1
+    assert killed
     assert digests(prepared.tokens_folder) == expected
-
-
-def kill_one_task(killed: list[int]) -> bool:
-    """Only workers of this session's Ray, which are descendants of this process."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "".join(process.cmdline()).startswith("ray::Map(_write_unit)"):
-                process.kill()
-                killed.append(process.pid)
-                return True
-    return False
-
-
-def await_true(condition: Callable[[], bool], seconds: float = 200) -> None:
-    end_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_s, "waited too long"
-        time.sleep(0.002)

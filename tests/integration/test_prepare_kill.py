@@ -5,13 +5,11 @@ import hashlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +22,7 @@ import ray
 from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus import rows
 from rayjob.corpus.prepare import find_prepared, prepare
+from tests.ray_tasks import await_true, kill_tasks
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
@@ -121,16 +120,33 @@ def test_driver_killed_at_five_moments_ends_with_the_same_bytes(
     assert len(again) <= 4
 
 
-def test_task_killed_in_every_stage_is_done_again(
+def test_task_killed_in_every_stage_goes_on_with_what_it_had_not_finished(
     tmp_path: Path, corpus: DataConfig, undisturbed: dict[str, str]
 ) -> None:
-    """kill -9 of a worker process while it counts words and while it writes a block; Ray starts the task again."""
-    killed: list[str] = []
-    killer = threading.Thread(target=kill_tasks, args=(["_keep_words", "_write_unit"], killed))
+    """kill -9 of all worker processes while they count words and while they write blocks; Ray starts the tasks again.
+
+    A task has up to four units. What it had finished when it was killed is not made again.
+    """
+    storage = tmp_path / "s"
+    finished: list[dict[Path, int]] = []
+
+    def kill_when_some_are_finished(function: str, pattern: str) -> bool:
+        if len(list(storage.glob(pattern))) < 3 or not kill_tasks(function):
+            return False
+        finished.append(finished_files(storage))
+        return True
+
+    def kill_in_each_stage() -> None:
+        await_true(lambda: kill_when_some_are_finished("_keep_words", "cache/words/*.words.parquet"))
+        await_true(lambda: kill_when_some_are_finished("_write_unit", "tokens/*/train/part-*.parquet"))
+
+    killer = threading.Thread(target=kill_in_each_stage)
     killer.start()
-    assert finish(corpus, tmp_path / "s") == undisturbed
+    assert finish(corpus, storage) == undisturbed
     killer.join()
-    assert killed == ["_keep_words", "_write_unit"]
+    after = finished_files(storage)
+    assert len(finished) == 2
+    assert all(after[path] == time for files in finished for path, time in files.items())
 
 
 def test_whole_head_killed_and_started_again(tmp_path: Path, corpus: DataConfig, undisturbed: dict[str, str]) -> None:
@@ -154,26 +170,3 @@ def test_whole_head_killed_and_started_again(tmp_path: Path, corpus: DataConfig,
     assert finish(corpus, storage) == undisturbed
     after = finished_files(storage)
     assert all(after[path] == time for path, time in before.items())
-
-
-def kill_tasks(names: list[str], killed: list[str]) -> None:
-    """Kills one worker of this session's Ray in each stage, in order."""
-    for name in names:
-        await_true(lambda n=name: kill_one(n))
-        killed.append(name)
-
-
-def kill_one(name: str) -> bool:
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "".join(process.cmdline()).startswith(f"ray::Map({name})"):
-                process.send_signal(signal.SIGKILL)
-                return True
-    return False
-
-
-def await_true(condition: Callable[[], bool], seconds: float = 200) -> None:
-    end_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_s, "waited too long"
-        time.sleep(0.002)

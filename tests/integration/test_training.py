@@ -1,7 +1,6 @@
 """Training on a real local Ray: real workers, real DDP over gloo, real MLflow store; only model and corpus are tiny."""
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -15,10 +14,12 @@ import psutil
 import pytest
 import torch
 
-from model.checkpoint import list_checkpoints, load_model, load_trainer_state
+from model.checkpoint import list_checkpoints, load_model
+from model.fused import split_parts
 from model.tokenizer import Tokenizer
 from rayjob.training.feed import open_windows
 from rayjob.training.metrics import MetricsRow, read_metrics
+from tests import kills
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORDS = "the old house stood by river and nobody knew who had lived there before war came again to valley".split()
@@ -70,13 +71,10 @@ class Job:
             )
 
     def run(self, command: str = "run") -> int:
-        return self.start(command).wait(timeout=240)
+        return self.start(command).wait(timeout=480)
 
     def rows(self) -> list[MetricsRow]:
         return list(read_metrics(self.run_folder))
-
-    def losses(self) -> list[str]:
-        return [repr(row.loss) for row in self.rows()]
 
     def status(self) -> dict[str, Any]:
         output = subprocess.run(
@@ -88,12 +86,18 @@ class Job:
         loaded: dict[str, Any] = json.loads(output.stdout)
         return loaded
 
+    def mlflow_status(self) -> str:
+        from mlflow import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{self.run_folder.parents[1]}/mlflow/mlflow.db")
+        return str(client.get_run(self.status()["mlflow_run_id"]).info.status)
+
     def wait_for_step(self, step: int, process: subprocess.Popen[bytes]) -> None:
         wait_until(lambda: bool(self.rows()) and self.rows()[-1].step >= step, process, self.log)
 
 
 def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240  # a start takes ten seconds; a busy machine is given time
     while not is_true():
         assert process.poll() is None, f"the job ended: {log.read_text()[-3000:]}"
         assert time.monotonic() < deadline, f"nothing happened: {log.read_text()[-3000:]}"
@@ -147,10 +151,11 @@ def test_second_run_trains_nothing_again(undisturbed: Job) -> None:
 
 
 def test_mlflow_has_one_run_with_each_step_once(undisturbed: Job, storage: Path) -> None:
-    assert_tracked(undisturbed, storage)
+    assert assert_tracked(undisturbed, storage).data.params["train.max_steps"] == "150"
 
 
-def assert_tracked(job: Job, storage: Path) -> None:
+def assert_tracked(job: Job, storage: Path) -> Any:
+    """Returns the job's MLflow run after a look at what every run has there."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{storage}/mlflow/mlflow.db")
@@ -158,13 +163,13 @@ def assert_tracked(job: Job, storage: Path) -> None:
     runs = client.search_runs([experiment.experiment_id], f"tags.mlflow.runName = '{job.run_folder.name}'")
     assert [run.info.run_id for run in runs] == [job.status()["mlflow_run_id"]]
     assert runs[0].info.status == "FINISHED"
-    assert runs[0].data.params["train.max_steps"] == "150"
     history = client.get_metric_history(runs[0].info.run_id, "train/loss")
     assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [
         (row.step, row.loss) for row in job.rows()
     ]
     artifacts = {item.path for item in client.list_artifacts(runs[0].info.run_id)}
     assert {"config.yaml", "samples", "checkpoints"} <= artifacts
+    return runs[0]
 
 
 def test_trained_checkpoint_is_the_same_model_in_transformers(undisturbed: Job, storage: Path) -> None:
@@ -183,9 +188,9 @@ def test_trained_checkpoint_is_the_same_model_in_transformers(undisturbed: Job, 
     loss.backward()
     (sums.nats / sums.tokens).backward()
     gradients = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
+    for name, gradient in split_parts(ours, {name: weight.grad for name, weight in ours.named_parameters()}).items():
         expected = gradients[name].grad
-        assert (parameter.grad - expected).norm() <= 1e-4 * expected.norm(), name
+        assert (gradient - expected).norm() <= 1e-4 * expected.norm(), name
     # The evaluation also counts the tail after the last whole window.
     tail = windows.tail()
     assert tail
@@ -201,20 +206,6 @@ def test_trained_checkpoint_is_the_same_model_in_transformers(undisturbed: Job, 
     assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == Tokenizer.load(folder).encode_prompt(text)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_killed_worker_is_replaced_and_the_run_is_the_undisturbed_one(
-    undisturbed: Job, corpus: Path, storage: Path, rank: int
-) -> None:
-    job = Job(corpus, storage, f"killed-{rank}")
-    process = job.start()
-    job.wait_for_step(random.randint(25, 100), process)
-    workers_of(process)[rank].kill()
-    assert process.wait(timeout=240) == 0, job.log.read_text()[-3000:]
-    assert job.losses() == undisturbed.losses()
-    assert job.status()["restarts"] == 1
-    assert_tracked(job, storage)
-
-
 def test_sigterm_saves_and_exits_3_and_the_same_command_goes_on(undisturbed: Job, corpus: Path, storage: Path) -> None:
     job = Job(corpus, storage, "stopped")
     process = job.start()
@@ -224,40 +215,39 @@ def test_sigterm_saves_and_exits_3_and_the_same_command_goes_on(undisturbed: Job
     stopped_at = job.rows()[-1].step
     assert list_checkpoints(job.run_folder)[-1].name == f"step_{stopped_at:08d}"
     assert job.status()["stage"] == "stopped"
+    assert job.mlflow_status() == "KILLED"
     assert job.run() == 0
-    assert job.losses() == undisturbed.losses()
+    assert kills.differences(undisturbed.run_folder, job.run_folder) == []
     assert f"resuming from {job.run_folder}/step_{stopped_at:08d}" in job.log.read_text()
     assert_tracked(job, storage)
 
 
-def test_after_kill_of_everything_the_same_command_goes_on(undisturbed: Job, corpus: Path, storage: Path) -> None:
-    job = Job(corpus, storage, "vanished")
-    process = job.start()
-    job.wait_for_step(45, process)
-    for victim in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
-        victim.kill()
-    process.wait()
-    assert job.run() == 0, job.log.read_text()[-3000:]
-    assert job.losses() == undisturbed.losses()
-    assert_tracked(job, storage)
+def test_of_two_drivers_at_once_one_is_refused_and_one_that_lost_its_lease_writes_no_more(
+    corpus: Path, storage: Path
+) -> None:
+    """The takeover is what another driver does on storage without locks, once it takes this one for dead."""
+    job = Job(corpus, storage, "twice", "train.max_steps=100000")
+    drivers, begun_at_s = [job.start(), job.start()], time.monotonic()
+    try:
+        while all(driver.poll() is None for driver in drivers):
+            assert time.monotonic() - begun_at_s < 15, "the second must be refused by then"
+            time.sleep(0.1)
+        refused, winner = sorted(drivers, key=lambda driver: driver.poll() is None)
+        assert refused.returncode == 2
+        assert f"run twice is in use by process {winner.pid}" in job.log.read_text()
+        job.wait_for_step(30, winner)
+        (lease,) = (job.run_folder / "lease").iterdir()
+        assert lease.name == "00000001.json", "the refused one has taken none"
 
-
-def test_final_state_equals_that_of_the_undisturbed_run(undisturbed: Job, storage: Path) -> None:
-    mine, _ = load_trainer_state(list_checkpoints(undisturbed.run_folder)[-1])
-    for name in ("killed-0", "killed-1", "stopped", "vanished"):
-        theirs, state = load_trainer_state(list_checkpoints(storage / "runs" / name)[-1])
-        assert state["step"] == 150
-        assert mine.keys() == theirs.keys()
-        assert all(mine[key].equal(theirs[key]) for key in mine)
-
-
-def test_second_driver_of_a_run_is_refused(corpus: Path, storage: Path) -> None:
-    job = Job(corpus, storage, "twice")
-    first = job.start()
-    job.wait_for_step(1, first)
-    assert job.start().wait(timeout=60) == 2
-    assert f"run twice is in use by process {first.pid}" in job.log.read_text()
-    assert first.wait(timeout=240) == 0
+        lease.with_name("00000002.json").touch()
+        lease.unlink()
+        assert winner.wait(timeout=60) == 1
+        assert "attempt 1 has lost" in job.log.read_text()
+    finally:
+        kills.kill([process for driver in drivers for process in kills.family(driver.pid)])
+    left = {path: path.stat().st_mtime_ns for path in job.run_folder.rglob("*")}
+    assert job.status()["stage"] == "train", "the stage is the other's to write"
+    assert {path: path.stat().st_mtime_ns for path in job.run_folder.rglob("*")} == left
 
 
 def test_loss_that_is_not_finite_ends_the_run_with_the_reason_and_a_sound_checkpoint(
@@ -267,7 +257,10 @@ def test_loss_that_is_not_finite_ends_the_run_with_the_reason_and_a_sound_checkp
     assert job.run() == 1
     assert job.status()["restarts"] == 0, "a retry would repeat it"
     assert job.status()["stage"] == "failed"
-    last = job.rows()[-1].step if job.rows() else 0
-    assert f"step {last + 1}: loss" in job.log.read_text()
+    assert job.mlflow_status() == "FAILED"
+    rows = job.rows()
+    assert [row.skipped for row in rows][-5:] == [1] * 5
+    assert f"5 bad steps in a row, the last step {rows[-1].step}: loss" in job.log.read_text()
+    assert "show-window" in job.log.read_text()
     for checkpoint in list_checkpoints(job.run_folder):
         load_model(checkpoint)  # refuses weights that are not finite

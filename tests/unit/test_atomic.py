@@ -51,3 +51,11 @@ def test_only_temporary_files_are_removed(tmp_path: Path) -> None:
         path.write_text("x")
     remove_temporary(tmp_path)
     assert sorted(tmp_path.iterdir()) == [hidden, kept]
+
+
+def test_temporary_folder_is_removed_with_what_it_holds(tmp_path: Path) -> None:
+    leftover = temporary_path(tmp_path / "tokenizer")
+    leftover.mkdir()
+    (leftover / "file").write_text("x")
+    remove_temporary(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """The checkpoint format: complete or absent, never unpickled, and loaded by transformers as it is."""
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import model.checkpoint
+import model.checkpoint_writer
 from model.checkpoint import (
     CheckpointError,
     best_checkpoint,
@@ -23,11 +24,13 @@ from model.checkpoint import (
     list_checkpoints,
     load_config,
     load_model,
-    load_trainer_state,
+    load_trainer_tensors,
+    read_trainer_state,
     resolve_checkpoint,
-    save_checkpoint,
     verify_checkpoint,
 )
+from model.checkpoint_writer import save_checkpoint
+from model.complete import COMPLETE, write_complete, write_file
 from model.config import ModelConfig
 from model.generate import generate
 from model.llama import Llama
@@ -115,7 +118,7 @@ def test_saved_checkpoint_comes_back_bit_for_bit(save, llama: Llama) -> None:
     assert loaded.config == load_config(folder) == CONFIG
     for (name, saved), parameter in zip(llama.state_dict().items(), loaded.state_dict().values(), strict=True):
         assert torch.equal(saved, parameter), name
-    tensors, state = load_trainer_state(folder)
+    tensors, state = load_trainer_tensors(folder), read_trainer_state(folder)
     assert tensors.keys() == TRAINER_TENSORS.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in TRAINER_TENSORS.items())
     assert state == {"epoch": 1, "val_loss": 3.5, "step": 1200}
@@ -202,8 +205,8 @@ def test_every_bit_of_complete_counts(save) -> None:
         ("model.safetensors", load_model),
         ("config.json", load_model),
         ("config.json", load_config),
-        ("trainer/state.json", load_trainer_state),
-        ("trainer/tensors.safetensors", load_trainer_state),
+        ("trainer/state.json", read_trainer_state),
+        ("trainer/tensors.safetensors", load_trainer_tensors),
     ],
 )
 def test_no_loader_reads_a_damaged_file(save, name: str, load, damage) -> None:
@@ -233,19 +236,25 @@ class Explosive:
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer/tensors.safetensors"])
 def test_a_pickle_in_place_of_tensors_is_refused_unopened(save, name: str) -> None:
     folder = save(1)
-    load = load_model if name == "model.safetensors" else load_trainer_state
+    load = load_model if name == "model.safetensors" else load_trainer_tensors
     (folder / name).write_bytes(pickle.dumps(Explosive()))
     with pytest.raises(CheckpointError, match="damaged"):
         load(folder)
-    model.checkpoint.write_complete(folder)  # even if COMPLETE vouches for it
+    vouch_for(folder)  # even if COMPLETE vouches for it
     with pytest.raises(CheckpointError):
         load(folder)
 
 
+def vouch_for(folder: Path) -> None:
+    """Writes the COMPLETE that belongs to the files as they are now."""
+    (folder / COMPLETE).unlink()
+    contents = files_of(folder)
+    write_complete(folder, {name: write_file(folder / name, [content]) for name, content in contents.items()})
+
+
 def rewrite_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     save_file(weights, folder / "model.safetensors")
-    (folder / "COMPLETE").unlink()
-    model.checkpoint.write_complete(folder)
+    vouch_for(folder)
 
 
 def test_loading_is_strict(save) -> None:
@@ -275,8 +284,7 @@ def test_another_architecture_is_refused(save) -> None:
     folder = save(1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    (folder / "COMPLETE").unlink()
-    model.checkpoint.write_complete(folder)
+    vouch_for(folder)
     with pytest.raises(CheckpointError, match=r"config\.json.*model_type"):
         load_model(folder)
 
@@ -292,22 +300,18 @@ class Interrupted(BaseException):
     """Stands for the kill of the process."""
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+@pytest.mark.parametrize("function", ["remove_leftovers", "write_tensors", "write_file", "write_complete"])
+def test_an_interrupted_save_is_no_checkpoint_and_the_next_save_cleans_up(
+    save, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: str
+) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         raise Interrupted
 
-    original = getattr(model.checkpoint, function)
-    monkeypatch.setattr(model.checkpoint, function, interrupted)
-
-
-@pytest.mark.parametrize("function", ["_remove_leftovers", "_write_tensors", "_write_json", "write_complete"])
-def test_an_interrupted_save_is_no_checkpoint_and_the_next_save_cleans_up(
-    save, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: str
-) -> None:
     previous = save(1)
     with monkeypatch.context() as patch:
-        interrupt_after(patch, function)
+        original = getattr(model.checkpoint_writer, function)
+        patch.setattr(model.checkpoint_writer, function, interrupted)
         with pytest.raises(Interrupted):
             save(2)
     assert list_checkpoints(tmp_path / "run") == [previous]
@@ -340,24 +344,27 @@ def test_saving_a_damaged_step_again_replaces_it(save) -> None:
 
 
 def test_everything_is_synced_before_complete_and_complete_before_the_rename(
-    save, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[str] = []
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
 
-    def record(path: Path) -> None:
-        synced.append(path.name)
-        assert (
-            path.is_dir() or (path.parent / "COMPLETE").exists() == (path.name == "COMPLETE") or "trainer" in str(path)
-        )
+    def record_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
-    monkeypatch.setattr(model.complete, "sync", record)
-    monkeypatch.setattr(model.checkpoint, "sync", record)
+    def record_rename(path: Path, target: Path) -> Path:
+        done.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record_rename)
     save(1)
     n_files = len(FILES) - 1
-    assert sorted(synced[:n_files]) == sorted(Path(name).name for name in FILES[1:])
-    assert synced[n_files] == "COMPLETE"
-    assert sorted(synced[n_files + 1 :]) == ["run", "step_00000001.tmp", "trainer"]
-    assert synced[-1] == "run"
+    assert sorted(done[:n_files]) == sorted(Path(name).name for name in FILES[1:])
+    assert done[n_files] == "COMPLETE"
+    assert sorted(done[n_files + 1 : -2]) == ["step_00000001.save.tmp", "trainer"]
+    assert done[-2:] == ["rename", "run"]
 
 
 def test_checkpoints_are_listed_by_step(save, tmp_path: Path) -> None:
@@ -431,7 +438,7 @@ def test_absent_run_folder_has_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_no_module_of_ours_can_unpickle() -> None:
-    for path in Path(model.checkpoint.__file__).parent.glob("*.py"):
+    for path in Path(model.checkpoint_writer.__file__).parent.glob("*.py"):
         source = path.read_text()
         assert "import pickle" not in source
         assert "torch.load" not in source

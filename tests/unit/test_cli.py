@@ -108,6 +108,7 @@ def test_show_config_prints_what_loads_again(tmp_path: Path, capsys: pytest.Capt
     assert main(["show-config", "--json", "--config", SMALL, f"storage={tmp_path}", "seed=5"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["seed"] == 5
+    assert shown["derived"]["storage_folder"] == str(tmp_path)
     assert shown["derived"]["run_folder"] == str(tmp_path / "runs" / "small")
 
 

@@ -12,7 +12,7 @@ RESOLVED = {
     "storage": "/data/st",
     "data": {"paths": []},
     "failure": {"max_failures": 3, "max_preemptions": -1},
-    "derived": {"run_folder": "/data/st/runs/small"},
+    "derived": {"storage_folder": "/data/st", "run_folder": "/data/st/runs/small"},
 }
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.restart_policy import (
     FIRST_DELAY_S,
+    FRUITLESS,
     LONGEST_DELAY_S,
     UNLIMITED,
     Budgets,
@@ -76,8 +77,21 @@ def test_progress_made_by_an_attempt_that_was_lost_counts() -> None:
     assert isinstance(last(ROOMY, (FAILED, 15), (LOST, 20), (FAILED, 20), (FAILED, 20)), Finish)
 
 
-def test_losses_without_progress_are_no_repeated_failure() -> None:
-    assert isinstance(last(ROOMY, *[(LOST, 0)] * 20), Restart)
+def test_losses_without_progress_are_no_repeated_failure_but_end_in_time_with_a_hint() -> None:
+    made = decisions(ROOMY, *[(LOST, 7)] * 20)
+    assert len(made) == 1 + FRUITLESS  # the first one has gained seven steps
+    assert [type(decision) for decision in made[:-1]] == [Restart] * FRUITLESS
+    finish = made[-1]
+    assert isinstance(finish, Finish)
+    assert finish.exit_code == 1
+    assert finish.reason.startswith("the head is gone; 5 attempts in a row have gained no step (step 7). If the system")
+    assert "memory" in finish.reason
+
+
+def test_losses_with_progress_have_no_limit() -> None:
+    assert isinstance(last(ROOMY, *[(LOST, step) for step in range(1, 500)]), Restart)
+    early = [(LOST, step // 4) for step in range(500)]  # three of four lost before they gain a step
+    assert isinstance(last(ROOMY, *early), Restart)
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2, 3])
@@ -101,9 +115,10 @@ def test_the_two_budgets_do_not_touch_each_other(order: tuple[str, ...]) -> None
 
 
 def test_waits_double_up_to_a_bound_and_start_anew_after_progress() -> None:
-    made = decisions(ROOMY, *[(LOST, 5)] * 9, (LOST, 6), (LOST, 6), (LOST, 6), (LOST, 6))
+    made = decisions(ROOMY, *[(LOST, 5)] * 5, *[(LOST, 6)] * 4)
     delays = [decision.delay_s for decision in made if isinstance(decision, Restart)]
-    assert delays == [1, 1, 2, 4, 8, 16, 32, 60, 60, 1, 1, 2, 4]
+    assert delays == [1, 1, 2, 4, 8, 1, 1, 2, 4]
+    assert backoff_s(10**9) == LONGEST_DELAY_S
 
 
 def test_unknown_step_is_no_progress_and_forgets_none() -> None:

@@ -149,7 +149,7 @@ def test_watch_asks_seldom_where_there_is_no_server_and_often_once_there_was_one
 ) -> None:
     notices: SimpleQueue[spot.Notice] = SimpleQueue()
     pauses = Pauses(4)
-    spot.watch(asking(OSError("refused"), ValueError("html"), None, OSError("missed")), notices, pauses)
+    spot.watch(asking(OSError("refused"), ValueError("html"), None, OSError("missed")), notices.put, pauses)
     seldom, often = spot.UNREACHABLE_POLL_S, spot.POLL_S
     assert pauses.pauses_s == [seldom, seldom, often, often]
     assert notices.empty()
@@ -159,7 +159,7 @@ def test_watch_asks_seldom_where_there_is_no_server_and_often_once_there_was_one
 def test_watch_ends_with_the_first_notice() -> None:
     notices: SimpleQueue[spot.Notice] = SimpleQueue()
     notice = spot.Notice("AWS", 120)
-    spot.watch(asking(None, notice), notices, Pauses(9))
+    spot.watch(asking(None, notice), notices.put, Pauses(9))
     assert notices.get_nowait() == notice
 
 

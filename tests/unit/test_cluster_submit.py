@@ -1,5 +1,8 @@
 """Submission against a fake Jobs API: what is real is the choice of id, the log, and the exit codes."""
 
+import json
+import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +13,7 @@ from ray.job_submission import JobErrorType, JobStatus
 from cluster import submit
 from cluster.product import Run
 from cluster.restart_policy import Budgets, End, Kind
-from cluster.settings import Settings, read_settings
+from cluster.settings import MARKER, Settings, read_settings
 
 RUN = Run("small", "/st/runs/small", Path("/st"), ("--config", "/a b.yaml", 'storage="/st"'), Budgets(3, -1))
 
@@ -169,11 +172,27 @@ def test_interrupt_stops_the_job_and_waits_for_it(run: Any, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("status", "exit_code"), [(JobStatus.SUCCEEDED, 0), (1, 1), (2, 2), (3, 3), (-9, 1), (JobStatus.STOPPED, 3)]
+    ("status", "exit_code"),
+    [(JobStatus.SUCCEEDED, 0), (1, 1), (2, 2), (3, 3), (-9, 1), (-15, 3), (143, 3), (JobStatus.STOPPED, 3)],
 )
 def test_whatever_follows_an_interrupt_is_final(run: Any, status: Any, exit_code: int) -> None:
     end, _ = run([KeyboardInterrupt(), (status, "")])
     assert (end.kind, end.exit_code) == (Kind.FINAL, exit_code)
+
+
+def test_interrupt_goes_to_the_driver_itself_and_to_no_other(settings: Settings) -> None:
+    def process(job_id: str, **variables: str) -> subprocess.Popen[bytes]:
+        metadata = json.dumps({"metadata": {"job_submission_id": job_id}})
+        environment = os.environ | {submit.RAY_JOB_CONFIG: metadata, MARKER: settings.marker("head")} | variables
+        return subprocess.Popen(["sleep", "60"], env=environment)
+
+    started = [process("small-1"), process("small-12"), process("small-1", **{MARKER: "another folder's"})]
+    try:
+        assert [one.pid for one in submit.find_driver(settings, "small-1")] == [started[0].pid]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
 
 
 def test_head_that_dies_after_an_interrupt_is_not_brought_back(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

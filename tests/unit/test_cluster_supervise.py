@@ -1,5 +1,6 @@
 """The supervisor with the clock, the cluster and the jobs replaced; the policy and the heartbeat are real."""
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import pytest
 from cluster import head, submit, supervise, tracking_server
 from cluster.heartbeat import heartbeat_path, read_heartbeat, write_heartbeat
 from cluster.product import CommandError, Run
-from cluster.restart_policy import Budgets, End, Kind
+from cluster.restart_policy import FRUITLESS, Budgets, End, Kind
 from cluster.settings import Settings, SettingsError, read_settings
 
 RUN = Run("small", "/st/runs/small", Path("/st"), (), Budgets(max_failures=3, max_losses=-1))
@@ -33,6 +34,8 @@ class World:
         self.last_attempts: list[int] = []
         self.is_head_up = self.is_tracking_up = True
         self.tracking_starts: list[Exception | None] = []
+        self.service_looks: list[float] = []
+        self.service_error: Exception | None = None
         self.watch: Callable[[str], None] = lambda job_id: None
 
     def sleep(self, seconds: float) -> None:
@@ -67,6 +70,11 @@ class World:
             raise error
         self.is_tracking_up = True
 
+    def keep_service(self, *_: Any) -> None:
+        self.service_looks.append(self.now_s)
+        if self.service_error:
+            raise self.service_error
+
     def heartbeat(self) -> dict[str, Any]:
         found = json.loads(heartbeat_path(self.settings, RUN).read_text())
         assert isinstance(found, dict)
@@ -83,6 +91,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(supervise.services, "start", world.start)
     monkeypatch.setattr(supervise.services, "start_tracking_server", world.start_tracking_server)
     monkeypatch.setattr(supervise.submit, "run_job", world.run_job)
+    monkeypatch.setattr(supervise.redeploy, "keep", world.keep_service)
     monkeypatch.setattr(supervise.product, "read_status", world.read_status)
     monkeypatch.setattr(head, "running_ports", lambda settings: {"RAY_PORT": 1} if world.is_head_up else {})
     monkeypatch.setattr(
@@ -287,3 +296,31 @@ def test_tracking_server_that_does_not_start_costs_the_job_nothing(
     world.jobs = [look]
     assert world.supervise() == 0
     assert "warning: it ended; trying again in 60 s." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [None, ConnectionError("reset"), RuntimeError("503")])
+def test_service_is_looked_after_at_its_interval_and_costs_the_job_nothing(
+    world: World, error: Exception | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.service_error = error
+
+    def look() -> End:
+        for _ in range(int(2 * supervise.SERVICE_LOOK_S)):
+            world.watch("small-1")
+            world.now_s += 1
+        return DONE
+
+    world.jobs = [look]
+    assert world.supervise() == 0
+    gaps = [later - earlier for earlier, later in itertools.pairwise(world.service_looks)]
+    # A look at what is beside the job comes every LOOK_S seconds, so the interval is kept up to that.
+    assert gaps
+    assert all(supervise.SERVICE_LOOK_S <= gap <= supervise.SERVICE_LOOK_S + supervise.LOOK_S for gap in gaps)
+    assert ("the service was not looked after" in capsys.readouterr().err) == (error is not None)
+
+
+def test_loss_without_progress_is_not_repeated_for_ever(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.jobs = [LOST] * 20
+    assert world.supervise() == 1
+    assert len(world.jobs) == 20 - FRUITLESS
+    assert "for want of memory" in capsys.readouterr().err

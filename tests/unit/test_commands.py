@@ -14,7 +14,7 @@ from rayjob import commands, connection
 from rayjob.__main__ import main
 from rayjob.config import ConfigError, CostConfig, JobConfig
 from rayjob.connection import ConnectCancelled
-from rayjob.lock import exclusive
+from rayjob.lease import hold_run
 from rayjob.status import read_status, set_stage
 from rayjob.training import job
 from rayjob.training.job import Outcome
@@ -48,7 +48,7 @@ def made(folder: Path) -> Path:
 def test_second_driver_is_refused_and_leaves_the_stage_as_it_is(command: Any, config: JobConfig) -> None:
     set_stage(config, "train", 10)
     with (
-        exclusive(config.run_folder / "driver.lock", "run"),
+        hold_run(config.run_folder, "run"),
         pytest.raises(RuntimeError, match=f"run {config.run_name} is in use by process"),
     ):
         command(config, threading.Event())
@@ -99,7 +99,7 @@ def test_storage_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.
 def test_gpus_that_the_cluster_does_not_have_are_refused(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
     with pytest.raises(ConfigError, match="needs 4 GPUs, but the Ray cluster has 2: .* train.use_gpu=false"):
-        job.train(config, SimpleNamespace(), threading.Event())  # type: ignore[arg-type]
+        job.train(config, SimpleNamespace(), threading.Event(), SimpleNamespace())  # type: ignore[arg-type]
 
 
 def test_sigterm_while_ray_starts_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,13 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(text: str, value: float) ->
         "train.max_steps=1.5",
         "train.max_steps=true",
         "train.num_workers=0",
+        "train.num_workers=[0, 2]",
+        "train.num_workers=[4, 2]",
+        "train.num_workers=[1, 2, 4]",
+        "train.num_workers=[1, a]",
+        "train.num_workers=null",
+        "checkpoint.interval_s=[3]",
+        "failure.max_bad_steps=0",
         "train.use_gpu=1",
         "train.precision=fp16",
         "data.source=web",
@@ -84,6 +91,20 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(text: str, value: float) ->
 def test_bad_value_is_refused_and_named(override: str) -> None:
     key = override.partition("=")[0]
     assert any(key in problem for problem in problems_of(None, override))
+
+
+@pytest.mark.parametrize(("given", "sizes"), [("4", (4, 4)), ("[1, 4]", (1, 4)), ("[4, 4]", (4, 4))])
+def test_number_of_workers_is_one_number_or_a_range(given: str, sizes: tuple[int, int]) -> None:
+    config = load_config(None, [f"train.num_workers={given}"])
+    assert (config.train.min_workers, config.train.max_workers) == sizes
+    assert load_config(None, [f"train.num_workers={to_tree(config)['train']['num_workers']}"]) == config
+    assert config.train.grad_accum_steps == 3
+
+
+def test_global_batch_must_suit_the_greatest_number_of_workers_and_then_suits_every_fewer() -> None:
+    sizes = ["train.micro_batch_size=2", "train.num_workers=[1, 4]"]
+    assert load_config(None, ["train.global_batch_size=16", *sizes]).train.grad_accum_steps == 2
+    assert "use 8 or 16" in "".join(problems_of(None, "train.global_batch_size=12", *sizes))
 
 
 def test_whole_number_in_scientific_form_is_one() -> None:

@@ -14,7 +14,7 @@ def catalog_of(folder: Path, files: dict[str, str]) -> Catalog:
         (folder / name).write_text(text)
         digest = hashlib.sha256(text.encode()).hexdigest()
         sources.append(Source(name, str(folder / name), len(text), digest))
-    return build_catalog(tuple(sources), SETTINGS)
+    return build_catalog(tuple(sources), SETTINGS, lambda: False)
 
 
 def test_single_book_is_cut_before_a_word_and_loses_nothing(tmp_path: Path) -> None:

@@ -117,8 +117,15 @@ def test_looking_for_a_prepared_demo_fetches_nothing(tmp_path: Path, monkeypatch
 
 def test_cancelled_before_the_tokenizer_leaves_no_lock_held(tmp_path: Path, books: Path) -> None:
     for _ in range(2):
-        with pytest.raises(PrepareCancelled, match="before training the tokenizer"):
+        with pytest.raises(PrepareCancelled, match="Stopped while reading the sources, before"):
             prepare(config(books), VOCAB, tmp_path / "s", 64, is_cancelled=lambda: True)
+
+
+def test_check_can_be_cancelled(tmp_path: Path, books: Path) -> None:
+    asked = iter([False, True])  # it goes on after the first question
+    with pytest.raises(PrepareCancelled):
+        check(config(books), VOCAB, tmp_path / "s", 64, is_cancelled=lambda: next(asked))
+    assert not (tmp_path / "s" / "tokenizers").exists()
 
 
 def test_prepare_raises_what_check_tells(tmp_path: Path, books: Path) -> None:

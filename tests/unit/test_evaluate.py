@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.checkpoint import save_checkpoint
+from model.checkpoint_writer import save_checkpoint
 from model.config import ModelConfig
 from model.llama import Llama
 from model.normalizer import Normalizer

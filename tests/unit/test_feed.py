@@ -1,5 +1,7 @@
 """Windows and micro-batches against plain slicing."""
 
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +76,11 @@ def test_flat_file_is_made_once_and_holds_the_stream(tmp_path: Path, monkeypatch
     from rayjob.training.feed import open_windows
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
+    streams = tmp_path / "tmp" / f"rayjob-{os.getuid()}" / "streams"
+    streams.mkdir(parents=True, mode=0o700)
+    for name, days in (("unused", 8), ("in-use", 6)):
+        (streams / f"{name}.uint16").touch()
+        os.utime(streams / f"{name}.uint16", times=2 * (time.time() - 86_400 * days,))
     rows = [Row("a", np.arange(30, dtype=np.uint16)), Row("b", np.arange(30, 50, dtype=np.uint16))]
     blocks: list[Block] = [write_block(tmp_path / "train" / "part-00000.parquet", rows, unit_hash="u", text_bytes=9)]
     train = SplitTotals(2, 50, 6, 2, 9, "", blocks)
@@ -84,5 +90,6 @@ def test_flat_file_is_made_once_and_holds_the_stream(tmp_path: Path, monkeypatch
     assert windows.n_tokens == 50
     inputs, _ = windows.batch(np.array([2]), 1)
     assert inputs.tolist() == [list(range(16, 24))]
+    assert sorted(path.name for path in streams.glob("*.uint16")) == ["abc-train.uint16", "in-use.uint16"]
     (tmp_path / "train" / "part-00000.parquet").unlink()
     assert len(open_windows(tmp_path, "train", T)) == len(windows), "the second process of a node reads the flat file"

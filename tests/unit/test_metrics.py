@@ -1,8 +1,12 @@
 """metrics.csv and those who follow it."""
 
 import dataclasses
+import errno
+import os
 import threading
 from pathlib import Path
+
+import pytest
 
 from rayjob.training.follow import MetricsTail, follow
 from rayjob.training.metrics import METRICS_FILE, MetricsRow, MetricsWriter, Spent, read_metrics, read_spent
@@ -32,6 +36,30 @@ def test_rows_beyond_the_checkpoint_and_a_torn_row_are_cut_off(tmp_path: Path) -
     resumed.write(row(4))
     resumed.close()
     assert [each.step for each in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_row_whose_write_failed_half_way_is_written_again_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite, room = os.pwrite, [10, 0]  # the disk takes ten bytes, then none
+
+    def pwrite_until_full(descriptor: int, data: bytes, offset: int) -> int:
+        if not room:
+            return pwrite(descriptor, data, offset)
+        taken = room.pop(0)
+        if taken == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data[:taken], offset)
+
+    writer = MetricsWriter(tmp_path, 0)
+    monkeypatch.setattr(os, "pwrite", pwrite_until_full)
+    with pytest.raises(OSError, match="No space"):
+        writer.write(row(1))
+    assert list(read_metrics(tmp_path)) == []
+    for step in (1, 2):
+        writer.write(row(step))
+    writer.sync()
+    assert list(read_metrics(tmp_path)) == [row(1), row(2)]
 
 
 def test_tail_gives_each_step_once_across_a_restart(tmp_path: Path) -> None:

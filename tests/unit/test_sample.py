@@ -6,7 +6,7 @@ from model.config import ModelConfig
 from model.llama import Llama
 from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer, train_tokenizer
-from rayjob.training.sample import write_sample
+from rayjob.training.sample import draw_sample, write_sample
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 8, 64])
@@ -17,5 +17,6 @@ def test_sample_is_written_for_any_context_length(max_seq_len: int, tmp_path: Pa
     )
     model = Llama(config)
     model.init_weights(0)
-    write_sample(tmp_path, 7, model, Tokenizer(model_bytes, Normalizer(detokenize=False, lowercase=False)), seed=0)
+    sample = draw_sample(model, Tokenizer(model_bytes, Normalizer(detokenize=False, lowercase=False)), seed=0)
+    write_sample(tmp_path, 7, sample)
     assert (tmp_path / "samples" / "step_00000007.txt").read_text().startswith("T")

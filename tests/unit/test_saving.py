@@ -1,106 +1,144 @@
-"""Which checkpoints are kept and which one a run goes on from, with real checkpoint folders."""
+"""When a save is due, what its document tells and which checkpoints are kept, with real checkpoint folders."""
 
 import dataclasses
+import json
 import logging
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 
-from model.checkpoint import best_checkpoint, list_checkpoints, load_model
-from model.complete import CheckpointError
-from model.config import ModelConfig
-from model.llama import Llama
-from model.normalizer import Normalizer
-from model.tokenizer import Tokenizer, train_tokenizer
+import rayjob.training.saving
+from model.checkpoint import best_checkpoint, list_checkpoints, load_model, load_trainer_tensors
 from rayjob.config import CheckpointConfig, OptimizerConfig
+from rayjob.training.evaluation import Evaluation
+from rayjob.training.host_copy import restore_rng
 from rayjob.training.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
-from rayjob.training.recovery import find_sound_checkpoint, load_run
-from rayjob.training.saving import RunIdentity, RunState, SavePolicy, save_run
+from rayjob.training.recovery import find_sound_checkpoint, load_run, read_run
+from rayjob.training.saving import RunState, SavePolicy, prune
+from tests.saved_run import CONFIG, IDENTITY, SavedRun
 
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    model = train_tokenizer(["the old house by the river stood alone\n"] * 20, vocab_size=290)
-    Tokenizer(model, Normalizer(detokenize=False, lowercase=False)).save(folder)
-    return folder
-
-
-CONFIG = ModelConfig(vocab_size=290, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
-
-
-IDENTITY = RunIdentity("corpus", "tokenizer", seed=7, global_batch_size=16)
-
-
-class Run:
-    """A model that takes real steps and saves as a run does."""
-
-    def __init__(self, folder: Path, tokenizer_folder: Path, keep: int = 1) -> None:
-        self.folder, self._tokenizer_folder, self._keep = folder, tokenizer_folder, keep
-        self.model = Llama(CONFIG)
-        self.model.init_weights(0)
-        self.optimizer = build_optimizer(self.model, OptimizerConfig())
-        self.state = RunState(IDENTITY)
-
-    def step(self) -> float:
-        tokens = torch.arange(8)[None] + self.state.step
-        sums = self.model(tokens, tokens + 1)
-        sums.nats.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.state = self.state.after_step(8)
-        return float(sums.nats.detach())
-
-    def save(self, val_loss: float | None = None) -> Path:
-        state = dataclasses.replace(self.state, val_loss=val_loss)
-        return save_run(self.folder, self.model, self.optimizer, state, self._tokenizer_folder, self._keep)
-
-    def train(self, val_losses: list[float | None]) -> None:
-        for val_loss in val_losses:
-            self.step()
-            self.save(val_loss)
+pytestmark = pytest.mark.usefixtures("one_worker")
 
 
 @pytest.fixture
-def run(tmp_path: Path, tokenizer_folder: Path) -> Run:
-    return Run(tmp_path, tokenizer_folder)
+def run(tmp_path: Path, small_tokenizer: Path) -> SavedRun:
+    return SavedRun(tmp_path / "runs" / "tiny", small_tokenizer, keep=1)
 
 
 def steps(folder: Path) -> list[int]:
     return [int(path.name.removeprefix("step_")) for path in list_checkpoints(folder)]
 
 
-def test_best_and_latest_are_kept(run: Run) -> None:
+def test_best_and_latest_are_kept(run: SavedRun) -> None:
     run.train([3.0, 2.0, 2.5, None, 2.7])
     assert steps(run.folder) == [2, 5]
     assert best_checkpoint(run.folder) == run.folder / "step_00000002"
 
 
-def test_a_checkpoint_without_a_score_is_never_the_best_and_never_evicts_it(run: Run) -> None:
+def test_a_checkpoint_without_a_score_is_never_the_best_and_never_evicts_it(run: SavedRun) -> None:
     run.train([3.0, None, float("nan"), None])
     assert steps(run.folder) == [1, 4]
     assert best_checkpoint(run.folder) == run.folder / "step_00000001"
 
 
-def test_resumed_optimizer_takes_the_same_step(run: Run, tmp_path: Path) -> None:
+def test_a_worse_model_after_a_resume_does_not_replace_the_best(run: SavedRun, small_tokenizer: Path) -> None:
+    run.train([3.0, 2.0])
+    state = read_run(run.folder / "step_00000002", CONFIG, IDENTITY)
+    resumed = SavedRun(run.folder, small_tokenizer, keep=1, resumed=state)
+    resumed.train([2.6, 2.4])
+    assert steps(run.folder) == [2, 4]
+    assert best_checkpoint(run.folder) == run.folder / "step_00000002"
+    state = read_run(run.folder / "step_00000004", CONFIG, IDENTITY)
+    assert (state.best_val_loss, state.best_step) == (2.0, 2)
+
+
+def test_a_removal_that_fails_is_told_and_fails_no_save(
+    run: SavedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(f"not permitted: {folder}")
+
+    monkeypatch.setattr(rayjob.training.saving, "remove_checkpoint", refuse)
+    run.train([None, None])
+    assert steps(run.folder) == [1, 2]
+    assert "could not be removed: not permitted" in caplog.text
+
+
+def test_what_is_kept_never_depends_on_folders_beyond_the_step(run: SavedRun) -> None:
+    run.train([None, None])
+    shutil.copytree(run.folder / "step_00000002", run.folder / "step_00000009")  # damaged, or the run were at step 9
+    prune(run.folder, 2, keep=1)
+    assert steps(run.folder) == [2, 9]
+
+
+def test_document_tells_where_the_checkpoint_came_from(run: SavedRun) -> None:
+    (run.folder / "mlflow_run_id").write_text("f00d\n")
+    run.train([2.5])
+    document = json.loads((run.folder / "step_00000001" / "trainer" / "state.json").read_text())
+    assert document["step"] == 1
+    assert document["tokens"] == 8
+    assert document["val_loss"] == document["best_val_loss"] == 2.5
+    assert document["best_step"] == 1
+    assert document["identity"] == dataclasses.asdict(IDENTITY)
+    assert document["run_id"] == run.attempt.run_id
+    assert document["attempt"] == run.attempt.id
+    assert document["mlflow_run_id"] == "f00d"
+    assert document["config"]["run_name"] == "tiny"
+    assert document["cost_usd"] == 0.0
+    assert RunState.from_json(document) == run.state
+
+
+def test_document_of_an_early_version_is_read_with_defaults(run: SavedRun) -> None:
+    early = run.state.to_json()
+    for key in ("best_val_loss", "best_step", "run_id"):
+        del early[key]
+    assert RunState.from_json(early) == dataclasses.replace(run.state, run_id=None)
+
+
+def test_best_so_far_takes_no_loss_that_is_not_finite() -> None:
+    state = RunState(IDENTITY, step=1)
+    for val_loss, best in [(float("nan"), None), (3.0, 3.0), (float("inf"), 3.0), (2.0, 2.0), (2.5, 2.0)]:
+        state = state.evaluated(Evaluation(val_loss, 0.5, 1.0, 8, 8))
+        assert state.best_val_loss == best
+
+
+def test_resumed_optimizer_and_generator_go_on_as_they_were(run: SavedRun) -> None:
     run.train([None, None])
     saved = run.folder / "step_00000002"
     tensors, state = load_run(saved, CONFIG, IDENTITY)
+    drawn = torch.rand(4)
+    restore_rng(tensors, torch.device("cpu"))
+    assert torch.rand(4).equal(drawn)
     model = load_model(saved).train()
     optimizer = build_optimizer(model, OptimizerConfig())
     load_optimizer_tensors(model, optimizer, tensors, state.step)
-    again = Run(tmp_path / "again", tmp_path)
-    again.model, again.optimizer, again.state = model, optimizer, state
-    assert again.step() == run.step(), "the loss of a fixed batch before a save and after the load"
+    tokens = torch.arange(8)[None] + state.step
+    sums = model(tokens, tokens + 1)
+    assert float(sums.nats.detach()) == run.step(), "the loss of a fixed batch before a save and after the load"
+    sums.nats.backward()
+    optimizer.step()
     for name, moment in optimizer_tensors(run.model, run.optimizer).items():
         assert moment.equal(optimizer_tensors(model, optimizer)[name])
     for mine, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
         assert mine.equal(theirs)
 
 
-def test_every_parameter_is_in_one_group_and_only_matrices_are_decayed(run: Run) -> None:
+def test_names_in_a_checkpoint_do_not_depend_on_compile_or_ddp(run: SavedRun) -> None:
+    wanted = set(run.model.state_dict())
+    DistributedDataParallel(run.model)
+    run.model.compile()  # in place; nothing is compiled before a forward
+    run.saver.finish(run.state)
+    saved = run.folder / "step_00000000"
+    assert set(load_file(saved / "model.safetensors")) == wanted
+    moments = {name for name in load_trainer_tensors(saved) if not name.startswith("rng.")}
+    assert moments == {f"{moment}.{name}" for name in wanted for moment in ("exp_avg", "exp_avg_sq")}
+
+
+def test_every_parameter_is_in_one_group_and_only_matrices_are_decayed(run: SavedRun) -> None:
     groups = run.optimizer.param_groups
     members = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(members) == sorted(id(parameter) for parameter in run.model.parameters())
@@ -108,48 +146,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_are_decayed(run: Run)
         assert {parameter.dim() >= 2 for parameter in group["params"]} == {group["weight_decay"] > 0}
 
 
-@pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "remove"])
-def test_damaged_file_means_the_checkpoint_before(
-    run: Run, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run._keep = 2
-    run.train([None, None])
-    newest = run.folder / "step_00000002"
-    files = sorted(path for path in newest.rglob("*") if path.is_file())
-    assert len(files) >= 8
-    for file in files:
-        original = file.read_bytes()
-        if damage == "remove":
-            file.unlink()
-        else:
-            middle = len(original) // 2
-            flipped = original[:middle] + bytes([original[middle] ^ 1]) + original[middle + 1 :]
-            file.write_bytes({"truncate": original[:middle], "empty": b"", "flip": flipped}[damage])
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            assert find_sound_checkpoint(run.folder) == run.folder / "step_00000001", file
-        assert len(caplog.records) == 1
-        assert "step_00000002" in caplog.text
-        file.write_bytes(original)
-    assert find_sound_checkpoint(run.folder) == newest
-
-
-def test_leftover_of_an_interrupted_save_is_not_a_checkpoint(run: Run) -> None:
-    run.train([None])
-    shutil.copytree(run.folder / "step_00000001", run.folder / "step_00000009")
-    (run.folder / "step_00000009" / "COMPLETE").unlink()
-    (run.folder / ".step_00000010.tmp").mkdir()
-    assert find_sound_checkpoint(run.folder) == run.folder / "step_00000001"
-
-
-def test_complete_copy_under_another_name_is_not_a_checkpoint(run: Run) -> None:
-    run.train([None])
-    for name in ("step_00000009.tmp", "step_00000001.bak"):  # killed just before the rename; a person's copy
-        shutil.copytree(run.folder / "step_00000001", run.folder / name)
-    assert find_sound_checkpoint(run.folder) == run.folder / "step_00000001"
-
-
-def test_damaged_newer_checkpoint_takes_no_sound_ones_place(run: Run) -> None:
+def test_damaged_newer_checkpoint_takes_no_sound_ones_place(run: SavedRun, caplog: pytest.LogCaptureFixture) -> None:
     run.train([None, None])
     damaged = run.folder / "step_00000009"
     shutil.copytree(run.folder / "step_00000002", damaged)
@@ -157,32 +154,32 @@ def test_damaged_newer_checkpoint_takes_no_sound_ones_place(run: Run) -> None:
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the size is right, so it looks complete
     run.train([None])
-    assert find_sound_checkpoint(run.folder) == run.folder / "step_00000003"
+    with caplog.at_level(logging.ERROR):
+        assert find_sound_checkpoint(run.folder) == run.folder / "step_00000003"
 
 
-def test_checkpoint_of_another_corpus_tokenizer_or_shape_is_refused_with_both_values(run: Run) -> None:
-    run.train([None])
-    saved = run.folder / "step_00000001"
-    with pytest.raises(CheckpointError, match="corpus corpus, but the configuration gives corpus other"):
-        load_run(saved, CONFIG, dataclasses.replace(IDENTITY, corpus="other"))
-    with pytest.raises(CheckpointError, match="tokenizer tokenizer, but the configuration gives tokenizer other"):
-        load_run(saved, CONFIG, dataclasses.replace(IDENTITY, tokenizer="other"))
-    with pytest.raises(CheckpointError, match="d_ff=16.*d_ff=32"):
-        load_run(saved, dataclasses.replace(CONFIG, d_ff=32), IDENTITY)
-    with pytest.raises(CheckpointError, match="seed 7, but the configuration gives seed 8"):
-        load_run(saved, CONFIG, dataclasses.replace(IDENTITY, seed=8))
-    with pytest.raises(CheckpointError, match="global_batch_size 16, but the configuration gives global_batch_size 32"):
-        load_run(saved, CONFIG, dataclasses.replace(IDENTITY, global_batch_size=32))
-
-
-def test_saves_are_due_by_steps_or_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_are_due_by_steps_or_by_time_until_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("rayjob.training.saving.time.monotonic", lambda: now[0])
     by_steps = SavePolicy(CheckpointConfig(interval_s=None, interval_steps=10))
-    assert [step for step in range(1, 31) if by_steps.is_due(step)] == [10, 20, 30]
+    assert not by_steps.is_due(9)
+    assert by_steps.is_due(10)
+    assert by_steps.is_due(11), "another save was in the way at step 10"
+    by_steps.save_begun()
+    assert not by_steps.is_due(12)
     by_time = SavePolicy(CheckpointConfig(interval_s=60))
     assert not by_time.is_due(1)
     now[0] = 161.0
     assert by_time.is_due(2)
-    by_time.saved()
+    by_time.save_begun()
     assert not by_time.is_due(3)
+
+
+def test_checkpoint_has_twelve_bytes_for_each_parameter_of_a_large_model(run: SavedRun) -> None:
+    run.train([None])
+    folder = run.folder / "step_00000001"
+    rng_bytes = sum(t.nbytes for name, t in load_trainer_tensors(folder).items() if name.startswith("rng."))
+    n_bytes = sum(path.stat().st_size for path in folder.rglob("*.safetensors")) - rng_bytes
+    # Beside the numbers there are only the headers, 8 bytes and at most 150 for each of the tensors.
+    n_tensors = 3 * sum(1 for _ in run.model.parameters())
+    assert 0 < n_bytes - 12 * CONFIG.n_params < 150 * n_tensors + 200

@@ -1,6 +1,7 @@
 """Which windows, epoch and learning rate belong to a step."""
 
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -67,8 +68,17 @@ def test_learning_rate_equals_the_documented_formula() -> None:
     assert rates[39] == pytest.approx(0.1, rel=1e-12)
 
 
+def test_wsd_rises_stays_and_falls_in_a_straight_line() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=5, schedule="wsd", decay_fraction=0.25)
+    rates = [learning_rate(config, index, 40) for index in range(40)]
+    assert rates[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert rates[5:30] == [1.0] * 25
+    assert rates[30:] == pytest.approx([1.0 - 0.09 * n for n in range(1, 11)])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 10), (10, 10), (20, 10), (0, 1)])
-def test_learning_rate_has_no_division_by_zero(warmup: int, steps: int) -> None:
-    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=warmup)
+def test_learning_rate_has_no_division_by_zero(warmup: int, steps: int, schedule: Literal["cosine", "wsd"]) -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=warmup, schedule=schedule)
     rates = [learning_rate(config, index, steps) for index in range(steps)]
     assert all(0 < rate <= 1.0 for rate in rates)

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -133,17 +132,18 @@ def test_a_closed_engine_finishes_what_it_took_and_refuses_more(engine: Engine, 
 
 
 def test_a_drained_engine_is_freed_with_its_thread_and_cache(served: ServedModel) -> None:
-    engine = Engine(served, num_slots=8, max_waiting=0)
-
-    async def close_while_decoding() -> int:
+    async def close_while_decoding(engine: Engine) -> int:
         stream = engine.submit([sequence(tokens=20)])
         engine.close()
         return len(await indices_of(stream))
 
-    assert run(close_while_decoding()) == 20
-    engine.join(WAIT_S)
-    left = weakref.ref(engine)
-    del engine
+    def use() -> weakref.ref[Engine]:
+        engine = Engine(served, num_slots=8, max_waiting=0)
+        assert run(close_while_decoding(engine)) == 20
+        engine.join(WAIT_S)
+        return weakref.ref(engine)
+
+    left = use()
     gc.collect()
     assert left() is None
 

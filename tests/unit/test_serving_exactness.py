@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from model.sampling import SamplingParams
 from serving.engine.engine import Engine, Load, RequestCancelled, SequenceFailed
 from serving.engine.loading import ServedModel, load_served_model
+from serving.engine.runner import Runner
 from serving.engine.sequence import Delta, SequenceSpec, decode_sequence
 from tests.serving_checkpoint import save_run
 from tests.serving_engine import Gate, decode, deltas_of, gate, reached, run, running_engine
@@ -108,7 +109,7 @@ def test_200_greedy_prompts_equal_naive_generation_and_transformers_alone_and_to
         assert [tokens_of(deltas) for deltas in run(together_with_cancels(engine))] == wanted
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_same_seed_gives_the_same_deltas_alone_among_8_among_64_and_after_cancels(
     served: ServedModel, dtype: torch.dtype
 ) -> None:
@@ -144,19 +145,22 @@ def test_sampled_text_is_that_of_naive_generation(served: ServedModel) -> None:
         assert [d.logprob for d in ours] == pytest.approx([d.logprob for d in oracle], abs=1e-4)
 
 
-def test_bf16_logits_are_those_of_fp32_but_for_rounding(served: ServedModel) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_logits_in_fewer_bits_are_those_of_fp32_but_for_rounding(served: ServedModel, dtype: torch.dtype) -> None:
     rng = random.Random(3)
-    specs = [SequenceSpec(random_prompt(rng, 40), 1, 0, params=GREEDY, n_top_logprobs=20) for _ in range(20)]
-    with running_engine(served) as engine:
-        exact = run(decode(engine, specs))
-    with running_engine(served, dtype=torch.bfloat16) as engine:
-        rounded = run(decode(engine, specs))
-    for (one,), (other,) in zip(exact, rounded, strict=True):
-        values, others = dict(one.top_logprobs), dict(other.top_logprobs)
-        shared = values.keys() & others.keys()
-        assert len(shared) >= 15
-        # bf16 keeps 8 bits: logits of up to 10 are off by some hundredths.
-        assert all(abs(values[token] - others[token]) < 0.2 for token in shared)
+    prompts = [random_prompt(rng, 40) for _ in range(20)]
+    runners = [Runner(served.model, num_slots=20, dtype=one) for one in (torch.float32, dtype)]
+    tokens = [rng.randrange(3, 320) for _ in prompts]
+    for row, prompt in enumerate(prompts):
+        exact, rounded = [runner.prefill(row, prompt, 0) for runner in runners]
+        assert relative_error(rounded, exact) < 0.05
+    exact, rounded = [runner.decode(tokens, [40] * len(prompts)) for runner in runners]
+    # Both round at 1/256; a wrong scale or a matrix in another's place would give an error of about 1.
+    assert relative_error(rounded, exact) < 0.05
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found.float() - wanted).norm() / wanted.norm()).item()
 
 
 def test_200_random_disconnects_leave_every_slot_free_and_their_neighbours_unchanged(served: ServedModel) -> None:
@@ -235,7 +239,7 @@ def test_prompt_scores_are_the_log_softmax_of_a_direct_forward(served: ServedMod
         for spec, scores in zip(specs, stream.prompt_scores, strict=True):
             assert scores is not None
             logprobs = served.model(torch.tensor([spec.prompt]))[0].log_softmax(-1)[:-1]
-            own = [float(row[token]) for row, token in zip(logprobs, spec.prompt[1:], strict=True)]
+            own = [row[token].item() for row, token in zip(logprobs, spec.prompt[1:], strict=True)]
             # 1e-4: fp32 products of other shapes sum in another order.
             assert scores.logprobs == pytest.approx(own, abs=1e-4)
             for row, top in zip(logprobs, scores.top_logprobs, strict=True):

@@ -93,6 +93,7 @@ BAD_USAGE = [
     (["--prompt", "a", "--seed", "-1"], "seed"),
     (["--prompt", "a", "--unknown", "1"], "--unknown"),
     (["--prompt", "word " * 100], str(MAX_SEQ_LEN)),
+    (["--prompt", "a", "--checkpoint", "s3://b/runs/x"], "must be a local checkpoint"),
 ]
 
 
@@ -242,10 +243,15 @@ class InterruptedOutput(io.StringIO):
 def test_ctrl_c_stops_the_text_and_not_the_program(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Where a shell started the tests in the background, SIGINT is ignored, and so it is in what they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     output = InterruptedOutput()
     monkeypatch.setattr("sys.stdout", output)
     lines = ["/set max_new_tokens 50", "/set repetition_penalty 1.3", "Once", "/set max_new_tokens 4", "Once"]
-    converse(run_folder, monkeypatch, *lines)
+    try:
+        converse(run_folder, monkeypatch, *lines)
+    finally:
+        signal.signal(signal.SIGINT, before)
     counts = [int(count) for count in re.findall(r"\[(\d+) tokens", capsys.readouterr().err)]
     assert len(counts) == 2
     assert counts[0] < 50

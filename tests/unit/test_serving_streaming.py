@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from model.generate import GeneratedToken
 from serving.engine import engine as engine_module
-from serving.engine.sequence import Delta, SequenceSpec, decode_sequence
+from serving.engine.engine import EngineSequence
+from serving.engine.sequence import Delta
 from serving.http import streaming
 from serving.http.routes import create_app
 from tests.serving_checkpoint import Served, close, save_run, serve_run
@@ -26,28 +28,34 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 class Gate:
-    """Lets the real decoder through, one token a permit; a faulty one raises after its permits."""
+    """Lets the real engine through, one token a permit; a faulty one raises after its permits."""
 
     def __init__(self) -> None:
         self.permits = threading.Semaphore(0)
         self.is_faulty = False
+        self._take_token = engine_module.take_token
 
-    def __call__(self, model: Any, spec: SequenceSpec) -> Iterator[Delta]:
-        for delta in decode_sequence(model, spec):
-            assert self.permits.acquire(timeout=WAIT_S)
-            if self.is_faulty:
-                raise ValueError("a secret inside")
-            yield delta
+    def __call__(self, sequence: EngineSequence, picked: GeneratedToken) -> Delta:
+        assert self.permits.acquire(timeout=WAIT_S)
+        if self.is_faulty:
+            raise ValueError("a secret inside")
+        return self._take_token(sequence, picked)
 
     def permit(self, tokens: int) -> None:
         if tokens:
             self.permits.release(tokens)
 
 
+def num_taken(served: Served) -> int:
+    """Sequences that run or wait."""
+    health = served.service.health()
+    return health.running + health.waiting
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     held = Gate()
-    monkeypatch.setattr(engine_module, "decode_sequence", held)
+    monkeypatch.setattr(engine_module, "take_token", held)
     yield held
     held.permits.release(10_000)
 
@@ -254,16 +262,17 @@ def test_clients_that_go_away_while_waiting_leave_the_others_alone(served: Serve
 
     async def test() -> None:
         running = [Connection(served, body) for _ in range(2)]
-        while served.service.health().running < 2:
+        # The engine is held at the first token, so a second sequence that came later waits for it, slot or not.
+        while num_taken(served) < 2:
             await asyncio.sleep(0.001)
         for _ in range(5):
             waiting = [Connection(served, body) for _ in range(2)]
-            while served.service.health().waiting < 2:
+            while num_taken(served) < 4:
                 await asyncio.sleep(0.001)
             for connection in waiting:
                 connection.hang_up()
                 await connection.task
-            assert served.service.health().waiting == 0
+            assert num_taken(served) == 2
         gate.permit(8)
         for connection in running:
             assert (await connection.start())["status"] == 200
@@ -278,7 +287,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_retry(served: Served, gate: Gat
     async def test() -> None:
         taken = [Connection(served, body) for _ in range(4)]
         # Not by `waiting` alone: two of the four may wait before a slot takes them, and there is room for more then.
-        while (health := served.service.health()).running + health.waiting < 4:
+        while num_taken(served) < 4:
             await asyncio.sleep(0.001)
         refused = Connection(served, body)
         start = await refused.start()

@@ -1,5 +1,9 @@
 """Incremental text: characters stay whole, stop strings never leak, deltas joined equal the whole."""
 
+import codecs
+import random
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,3 +105,45 @@ def test_no_delta_leaks_a_stop_string(text: str, stop: tuple[str, ...]) -> None:
     sent = "".join(deltas)
     assert "\ufffd" not in sent
     assert not any(s in sent for s in stop)
+
+
+def oracle(tokens: list[bytes], stop: tuple[str, ...], *, include_stop: bool) -> tuple[str, str | None]:
+    """What the text is and which stop string ended it, from the whole text after each token."""
+    for count in range(1, len(tokens) + 1):
+        raw = b"".join(tokens[:count])
+        text = raw.decode("utf-8", errors="replace")
+        if count < len(tokens):  # an unfinished character may still become one
+            text = codecs.getincrementaldecoder("utf-8")(errors="replace").decode(raw)
+        hits = sorted((text.find(s), -len(s), s) for s in stop if s in text)
+        if hits:
+            at, _, hit = hits[0]
+            return text[:at] + (hit if include_stop else ""), hit
+    return text, None
+
+
+def random_tokens(rng: random.Random) -> list[bytes]:
+    """A text cut anywhere, within characters too; now and then with bytes that are no text."""
+    raw = "".join(rng.choice("aab bé😀\u0301") for _ in range(rng.randint(1, 24))).encode()
+    if rng.random() < 0.2:
+        at = rng.randrange(len(raw))
+        raw = raw[:at] + bytes([rng.randrange(128, 256)]) + raw[at:]
+    borders = sorted(rng.sample(range(1, len(raw)), rng.randrange(len(raw)))) if len(raw) > 1 else []
+    tokens = [raw[start:end] for start, end in pairwise([0, *borders, len(raw)])]
+    return [b"", *tokens] if rng.random() < 0.1 else tokens
+
+
+def test_20000_texts_cut_anywhere_equal_the_oracle_and_nothing_sent_is_taken_back() -> None:
+    rng = random.Random(0)
+    for _ in range(20_000):
+        tokens = random_tokens(rng)
+        stop = tuple("".join(rng.choice("ab é😀") for _ in range(rng.randint(1, 4))) for _ in range(rng.randrange(4)))
+        include_stop = rng.random() < 0.3
+        stream = TextStream(tokens.__getitem__, stop, include_stop=include_stop)
+        sent = ""
+        text, reason = oracle(tokens, stop, include_stop=include_stop)
+        for token in range(len(tokens)):
+            sent += stream.push(token, is_last=token == len(tokens) - 1)
+            assert text.startswith(sent), (tokens, stop)
+            if stream.stop_reason is not None:
+                break
+        assert (sent, stream.stop_reason) == (text, reason), (tokens, stop)

@@ -1,7 +1,9 @@
 """The optimizer step under real DDP: gloo, one process per worker, fp32, tiny model."""
 
+import contextlib
 import dataclasses
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.config import ModelConfig
 from model.llama import Llama
-from rayjob.config import OptimizerConfig
+from rayjob.config import OptimizerConfig, TrainConfig
+from rayjob.training.bad_numbers import BadSteps
+from rayjob.training.ddp import wrap
 from rayjob.training.feed import StepFeed, Windows
 from rayjob.training.optimizer import build_optimizer
 from rayjob.training.schedule import WindowOrder
-from rayjob.training.step import NonFiniteError, Wishes, train_step
+from rayjob.training.step import Wishes, train_step
 
 CONFIG = ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=64, max_seq_len=16)
 N_STEPS, BATCH, MICRO = 20, 16, 2
+FAULTY = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Case:
     n_workers: int
     micro_batch_size: int = MICRO
     n_windows: int = 200  # 13 steps an epoch, the last of 8 windows
-    nan_step: int = -1
+    fault: str = ""  # of the last worker: "data" or "gradient" in step FAULTY, "weight" from then on
 
 
 def run_worker(rank: int, case: Case, port: int) -> dict[str, Any]:
@@ -38,7 +43,7 @@ def run_worker(rank: int, case: Case, port: int) -> dict[str, Any]:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.n_workers)
     model = Llama(CONFIG)
     model.init_weights(0)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+    ddp = wrap(model, TrainConfig(use_gpu=False), torch.device("cpu"))
     reduced: list[int] = []
 
     def count(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -46,40 +51,67 @@ def run_worker(rank: int, case: Case, port: int) -> dict[str, Any]:
         work = dist.all_reduce(bucket.buffer().div_(case.n_workers), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    ddp.register_comm_hook(None, count)
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.register_comm_hook(None, count)
     optimizer = build_optimizer(model, OptimizerConfig())
     stream = np.random.default_rng(1).integers(0, 64, case.n_windows * 16 + 1).astype(np.uint16)
     windows = Windows(stream, 16)
     order = WindowOrder(len(windows), BATCH, seed=7)
     feed = StepFeed(windows, order, case.micro_batch_size, rank, case.n_workers, torch.device("cpu"))
-    result: dict[str, Any] = {"loss": [], "norm": [], "ids": [], "reduced": [], "wishes": [], "error": None}
-    try:
-        for index in range(N_STEPS):
-            batch = feed.step_batch(index)
-            if index == case.nan_step and rank == case.n_workers - 1:
-                model.model.norm.weight.data[0] = torch.nan
-            reduced.clear()
+    bad_steps = BadSteps(model, torch.float32, max_in_row=5)
+    result: dict[str, Any] = {"loss": [], "norm": [], "ids": [], "reduced": [], "wishes": [], "windows": []}
+    result |= {"kept": [], "found": [], "reason": None}
+    for index in range(N_STEPS):
+        batch = feed.step_batch(index)
+        before = snapshot(model, optimizer)
+        reduced.clear()
+        with planted(case, model, index, rank):
             step = train_step(
                 ddp,
                 optimizer,
-                batch.micro_batches,
-                n_tokens=batch.n_tokens,
+                batch,
                 lr=1e-2,
                 grad_clip=1.0,
                 precision=torch.float32,
-                wishes=Wishes(stop=rank == 1 and index == 3, save=rank == 0 and index == 2),
+                wishes=lambda: Wishes(stop=rank == 1 and index == 3, save=rank == 0 and index == 2),  # noqa: B023
             )
-            result["loss"].append(step.loss)
-            result["norm"].append(step.grad_norm)
-            result["wishes"].append(step.wishes)
-            result["ids"].append([inputs[targets[:, 0] >= 0].tolist() for inputs, targets in batch.micro_batches])
             result["reduced"].append(sum(reduced))
-    except NonFiniteError as error:
-        result["error"] = str(error)
-    finally:
-        dist.destroy_process_group()
+            result["reason"] = bad_steps.take(index + 1, step, batch)
+        result["loss"].append(step.loss)
+        result["norm"].append(step.grad_norm)
+        result["wishes"].append(step.wishes)
+        result["windows"].append(step.windows)
+        result["ids"].append([inputs[targets[:, 0] >= 0].tolist() for inputs, targets in batch.micro_batches])
+        result["kept"].append(all(a.equal(b) for a, b in zip(before, snapshot(model, optimizer), strict=False)))
+        result["found"].append(list(bad_steps.found))
+        if result["reason"]:
+            break
+    dist.destroy_process_group()
     result["weights"] = [parameter.detach().numpy() for parameter in model.parameters()]
     return result
+
+
+def snapshot(model: Llama, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of weights, moments and the optimizer's own counts of updates, but for the weight that faults."""
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    weights = [parameter.detach() for name, parameter in model.named_parameters() if name != "model.norm.weight"]
+    return [tensor.clone() for tensor in (*weights, *states)]
+
+
+@contextlib.contextmanager
+def planted(case: Case, model: Llama, index: int, rank: int) -> Iterator[None]:
+    """Plants the fault of a case in the last worker."""
+    hooks: list[Any] = []
+    if rank == case.n_workers - 1:
+        if case.fault == "weight" and index == FAULTY:
+            model.model.norm.weight.data[0] = torch.nan
+        if case.fault == "data" and index == FAULTY:
+            hooks.append(model.model.embed_tokens.register_forward_hook(lambda _m, _i, output: output * torch.nan))
+        if case.fault == "gradient" and index == FAULTY:
+            hooks.append(model.model.norm.weight.register_hook(lambda gradient: gradient * torch.inf))
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def launch(case: Case) -> list[dict[str, Any]]:
@@ -129,6 +161,7 @@ def test_any_split_of_the_batch_gives_the_same_gradient(
     # One step in fp32: only the order of sums differs. Three workers have uneven hands, one with a padded micro-step.
     assert split["norm"][0] == pytest.approx(alone["norm"][0], rel=1e-5)
     assert split["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert split["windows"] == alone["windows"]
 
 
 def test_gradients_are_reduced_once_per_step(four: list[dict[str, Any]]) -> None:
@@ -144,10 +177,39 @@ def test_a_wish_of_one_worker_reaches_all_at_the_same_step(four: list[dict[str, 
         assert [step for step, wishes in enumerate(worker["wishes"]) if wishes.save] == [2]
 
 
-def test_nan_of_one_worker_stops_all_before_the_update() -> None:
-    workers = launch(Case(2, nan_step=5))
+def test_fingerprint_is_that_of_the_windows_however_they_are_dealt(
+    alone: dict[str, Any], four: list[dict[str, Any]]
+) -> None:
+    assert all(worker["windows"] == alone["windows"] for worker in four)
+    assert len(set(alone["windows"])) == N_STEPS, "each step has other windows"
+
+
+@pytest.mark.parametrize(
+    ("fault", "tensor"),
+    [("data", "the output of model.embed_tokens"), ("gradient", "the gradient of model.norm.weight")],
+)
+def test_all_skip_a_step_whose_bad_number_is_one_workers_and_then_go_on(fault: str, tensor: str) -> None:
+    workers = launch(Case(2, fault=fault))
     for worker in workers:
-        assert len(worker["loss"]) == 5
-        assert "nan" in worker["error"]
-    healthy = workers[0]["weights"]
-    assert all(np.isfinite(weights).all() for weights in healthy)
+        assert worker["kept"] == [index == FAULTY for index in range(N_STEPS)], "nothing is updated by a skipped step"
+        assert not np.isfinite(worker["norm"][FAULTY])
+        assert worker["loss"][:FAULTY] + worker["loss"][FAULTY + 1 :] == pytest.approx(
+            workers[0]["loss"][:FAULTY] + workers[0]["loss"][FAULTY + 1 :], abs=0
+        )
+        assert [bool(found) for found in worker["found"]] == [index == FAULTY for index in range(N_STEPS)]
+        (found,) = worker["found"][FAULTY]
+        assert (found.rank, found.tensor, found.is_weight) == (1, tensor, False)
+        assert len(found.window_ids) == MICRO
+        assert worker["reason"] is None
+    for mine, theirs in zip(workers[0]["weights"], workers[1]["weights"], strict=True):
+        assert (mine == theirs).all()
+
+
+def test_bad_steps_in_a_row_end_the_run_naming_step_rank_tensor_and_windows() -> None:
+    workers = launch(Case(2, fault="weight"))
+    for worker in workers:
+        assert len(worker["loss"]) == FAULTY + 5
+        assert worker["reason"].startswith(f"5 bad steps in a row, the last step {FAULTY + 5}: loss nan")
+        assert "rank 1: the weight model.norm.weight is not finite, windows" in worker["reason"]
+        assert worker["found"][-1][0].is_weight
+    assert all(np.isfinite(weights).all() for weights in workers[0]["weights"])

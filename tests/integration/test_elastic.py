@@ -1,0 +1,122 @@
+"""A run that loses workers and gets them back, 4 -> 2 -> 3 -> 4, on nodes that come and go; all of Ray is real."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayjob.training.metrics import MetricsRow
+from tests.integration.nodes import Cluster
+from tests.integration.test_training import REPOSITORY, WORDS, Job, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+SETTINGS = """
+    train.max_steps=5000 train.eval_interval=5000 checkpoint.interval_steps=10 failure.max_failures=1
+    model.d_model=128 model.d_ff=256 tracking.tensorboard=false
+""".split()
+# Ray looks for room every second instead of every minute.
+DRIVER = """
+import sys
+from rayjob.training import job
+from rayjob.__main__ import main
+job._RESIZE_INTERVAL_S = 1.0
+sys.exit(main(sys.argv[1:]))
+"""
+# Ray counts the cluster's resources every 20 s, and at once when it is asked to.
+RECOUNT = """
+import ray
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+ray.init(log_to_driver=False)
+ray.get(get_or_create_autoscaling_coordinator().get_reserved_resources.remote("nobody", recompute=True))
+"""
+
+
+class ElasticJob(Job):
+    def start(self, command: str = "train") -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            arguments = [sys.executable, "-c", DRIVER, command, *self._arguments]
+            return subprocess.Popen(arguments, cwd=REPOSITORY, stdout=log, stderr=log)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("books")
+    for book in range(20):
+        words = [WORDS[(i * (book + 3) + i // 7) % len(WORDS)] for i in range(900)]
+        (folder / f"book_{book:02d}.txt").write_text(" ".join(words).capitalize() + ".\n")
+    return folder
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+def recount() -> None:
+    subprocess.run([sys.executable, "-c", RECOUNT], cwd=REPOSITORY, check=True, timeout=120)
+
+
+def steps_with(job: Job, workers: int) -> list[int]:
+    """The steps of the last stretch, if it has so many workers."""
+    stretch: list[int] = []
+    for row in reversed(job.rows()):
+        if row.workers != workers:
+            break
+        stretch.append(row.step)
+    return stretch[::-1]
+
+
+def test_run_of_4_then_2_then_3_then_4_workers_takes_the_steps_of_the_fixed_run(
+    corpus: Path, tmp_path: Path, cluster: Cluster
+) -> None:
+    with cluster:
+        cluster.add(n_cpus=2)
+        spots = [cluster.add(n_cpus=1), cluster.add(n_cpus=1)]
+        job = ElasticJob(corpus, tmp_path, "elastic", *SETTINGS, "train.num_workers=[1, 4]")
+        driver = job.start()
+        try:
+            wait_until(lambda: len(steps_with(job, 4)) >= 25, driver, job.log)
+            for node in spots:
+                node.close()
+            recount()
+            changes = []
+            for n_workers in (2, 3, 4):
+                wait_until(lambda n=n_workers: len(steps_with(job, n)) >= 25, driver, job.log)  # type: ignore[misc]
+                changes.append(steps_with(job, n_workers)[0])
+                if n_workers < 4:
+                    before = len(job.rows())
+                    cluster.add(n_cpus=1)
+                    recount()
+                    assert len(job.rows()) >= before
+            driver.send_signal(signal.SIGTERM)
+            assert driver.wait(timeout=120) == 3, job.log.read_text()[-3000:]
+        finally:
+            driver.kill()
+            driver.wait()
+        n_steps = job.rows()[-1].step
+        fixed = ElasticJob(corpus, tmp_path, "fixed", *SETTINGS, "train.num_workers=4")
+        driver = fixed.start()
+        try:
+            fixed.wait_for_step(n_steps, driver)
+        finally:
+            driver.kill()
+            driver.wait()
+    assert_same_steps(job.rows(), fixed.rows()[:n_steps], changes)
+    # Growing is announced, so nothing is done twice: only the loss of nodes cost steps.
+    assert job.status()["restarts"] == 3
+    assert job.log.read_text().count("change to 3 workers at step") == 1
+    assert job.log.read_text().count("change to 4 workers at step") == 1
+
+
+def assert_same_steps(rows: list[MetricsRow], others: list[MetricsRow], changes: list[int]) -> None:
+    assert [row.step for row in rows] == list(range(1, len(rows) + 1))
+    assert [row.windows for row in rows] == [row.windows for row in others]
+    assert [row.lr for row in rows] == [row.lr for row in others]
+    for change in changes:
+        for row, other in zip(rows[change - 1 : change + 19], others[change - 1 : change + 19], strict=True):
+            # fp32 sums in another order; Adam carries the differences on.
+            assert row.loss == pytest.approx(other.loss, rel=1e-4), f"{row.step - change} steps after the change"
+    assert rows[-1].loss == pytest.approx(others[-1].loss, rel=1e-3)
