@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint import step_of
 from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
 from rayjob.store.checkpoints import find_checkpoints
@@ -38,7 +39,7 @@ def read_status(config: JobConfig) -> dict[str, Any]:
     rate = statistics.median(row.tokens_per_s for row in rows[-_RATE_STEPS:]) if rows else None
     return {
         "stage": stage.get("stage", "new"),
-        "step": last.step if last else 0,
+        "step": _step(last, latest),
         "max_steps": max_steps,
         "epoch": last.epoch if last else 0,
         "tokens": last.tokens if last else 0,
@@ -55,6 +56,11 @@ def read_status(config: JobConfig) -> dict[str, Any]:
         "cost_usd": last.cost_usd if last else 0.0,
         "restarts": _restarts(folder),
     }
+
+
+def _step(last: MetricsRow | None, latest: str | None) -> int:
+    """Returns the steps done: a checkpoint whose validation was interrupted is a step ahead of the rows."""
+    return max(last.step if last else 0, step_of(Path(latest)) if latest else 0)
 
 
 def _read_stage(folder: Path) -> dict[str, Any]:
