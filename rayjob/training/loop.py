@@ -24,6 +24,7 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.train import Checkpoint, CheckpointUploadMode
+from torch import Tensor
 
 from model.checkpoint import load_model
 from model.checkpoint_writer import remove_leftovers
@@ -110,7 +111,7 @@ class TrainWorker:
 
         self.tokenizer = Tokenizer.load(task.tokenizer_folder)
         manifest = Manifest.load(task.tokens_folder)
-        self.model, self.optimizer, self.state = _start_or_resume(config, manifest, self.tokenizer, device)
+        self.model, self.optimizer, self.state, rng = _start_or_resume(config, manifest, self.tokenizer, device)
         attempt = _begin_attempt(task, self.state, device)
         self.state = dataclasses.replace(self.state, run_id=attempt.run_id)
         self.ddp = wrap(self.model, config.train, device)
@@ -122,6 +123,11 @@ class TrainWorker:
             else None
         )
         self.saver = self._open_saver(attempt)
+        # Last of all, for setting up may draw, and a resumed run sets up more often than the undisturbed one.
+        if rng:
+            restore_rng(rng, device)
+        else:
+            torch.manual_seed(config.seed)
 
     def _open_saver(self, attempt: Attempt) -> Saver:
         config = self.config
@@ -278,7 +284,8 @@ def _set_up_device(n_workers: int) -> torch.device:
 
 def _start_or_resume(
     config: JobConfig, manifest: Manifest, tokenizer: Tokenizer, device: torch.device
-) -> tuple[Llama, torch.optim.Optimizer, RunState]:
+) -> tuple[Llama, torch.optim.Optimizer, RunState, dict[str, Tensor]]:
+    """Returns the model, the optimizer, the state, and the saved states of random number generators, if any."""
     identity = RunIdentity.of(config, manifest.hash, tokenizer.hash)
     # Rank 0 looks and tells the others, so that all go on from the same folder.
     folder = _from_rank_0(settle_checkpoints(config.run_folder) if dist.get_rank() == 0 else None, device)
@@ -287,17 +294,16 @@ def _start_or_resume(
         model.init_weights(config.seed)
         state = RunState(identity)
         model.to(device)
-        return model, build_optimizer(model, config.optimizer), state
+        return model, build_optimizer(model, config.optimizer), state, {}
     tensors, state = load_run(folder, config.model, identity)
     model = load_model(folder, device=str(device)).train()
     optimizer = build_optimizer(model, config.optimizer)
     if state.updates:
         load_optimizer_tensors(model, optimizer, tensors, state.updates)
-    restore_rng(tensors, device)
     if dist.get_rank() == 0:
         logger.warning("resuming from %s", folder)
     _report(folder, state)
-    return model, optimizer, state
+    return model, optimizer, state, {name: tensor for name, tensor in tensors.items() if name.startswith("rng.")}
 
 
 def _begin_attempt(task: TrainTask, state: RunState, device: torch.device) -> Attempt:
