@@ -11,7 +11,7 @@ from rayjob.training.metrics import MetricsRow
 from tests.integration.nodes import Cluster
 from tests.integration.test_training import REPOSITORY, WORDS, Job, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SETTINGS = """
     train.max_steps=5000 train.eval_interval=5000 checkpoint.interval_steps=10 failure.max_failures=1

@@ -14,7 +14,7 @@ from model.checkpoint import latest_checkpoint, step_of, verify_checkpoint
 from tests.integration.nodes import PREEMPTION_S, Cluster
 from tests.integration.test_training import WORDS, Job
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # 17.3 million parameters: 207 MB of weights and moments. Nothing but a notice saves.
 SETTINGS = """

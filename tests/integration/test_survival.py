@@ -17,7 +17,7 @@ from rayjob.corpus.blocks import Manifest, token_stream
 from rayjob.training.schedule import WindowOrder
 from tests.integration.test_training import WORDS, Job, wait_until, workers_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEP_TIMEOUT_S = 6
 SETTINGS = [f"train.step_timeout_s={STEP_TIMEOUT_S}", "failure.max_failures=1", "tracking.tensorboard=false"]
