@@ -15,6 +15,17 @@ from rayjob.training.optimizer import build_optimizer, optimizer_tensors
 from rayjob.training.saver import Saver, SaverHooks
 from rayjob.training.saving import RunIdentity, RunState, state_document
 
+CHECKPOINT_FILES = [
+    "COMPLETE",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "normalizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "trainer/state.json",
+    "trainer/tensors.safetensors",
+]
 CONFIG = ModelConfig(vocab_size=290, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
 IDENTITY = RunIdentity("corpus", "tokenizer", seed=7, global_batch_size=16)
 

@@ -1,4 +1,4 @@
-"""One local Ray for all integration tests of a session."""
+"""One local Ray for all integration tests of a session; a corpus and a storage for the runs of a module."""
 
 import tempfile
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.integration.jobs import REPOSITORY, write_books
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +30,14 @@ def local_ray() -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty small books."""
+    return write_books(tmp_path_factory.mktemp("books"), 20)
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage")

@@ -14,7 +14,7 @@ from types import TracebackType
 import psutil
 import pytest
 
-from tests.integration.test_training import wait_until
+from tests.integration.jobs import wait_until
 
 PREEMPTION_S = 5.0  # from SIGTERM to SIGKILL
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rayjob.training.metrics import MetricsRow
+from tests.integration.jobs import REPOSITORY, Job, wait_until
 from tests.integration.nodes import Cluster
-from tests.integration.test_training import REPOSITORY, WORDS, Job, wait_until
 
 pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,15 +39,6 @@ class ElasticJob(Job):
         with self.log.open("ab") as log:
             arguments = [sys.executable, "-c", DRIVER, command, *self._arguments]
             return subprocess.Popen(arguments, cwd=REPOSITORY, stdout=log, stderr=log)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("books")
-    for book in range(20):
-        words = [WORDS[(i * (book + 3) + i // 7) % len(WORDS)] for i in range(900)]
-        (folder / f"book_{book:02d}.txt").write_text(" ".join(words).capitalize() + ".\n")
-    return folder
 
 
 @pytest.fixture

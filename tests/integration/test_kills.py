@@ -12,7 +12,7 @@ import pytest
 
 from model.checkpoint import list_checkpoints
 from tests import kills
-from tests.integration.test_training import WORDS, Job, assert_tracked
+from tests.integration.jobs import WORDS, Job, assert_tracked
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,11 +31,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = [WORDS[(i * (book + 3) + i // (7 + book % 5)) % len(WORDS)] for i in range(900)]
         (folder / f"book_{book:02d}.txt").write_text(" ".join(words).capitalize() + ".\n")
     return folder
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("storage")
 
 
 def local_parts(job: Job, pid: int) -> kills.Parts:

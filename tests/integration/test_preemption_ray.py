@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from model.checkpoint import latest_checkpoint, step_of, verify_checkpoint
+from tests.integration.jobs import Job, write_books
 from tests.integration.nodes import PREEMPTION_S, Cluster
-from tests.integration.test_training import WORDS, Job
 
 pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,11 +27,7 @@ NOTICE = re.compile(r"preemption notice at step (\d+), saved step (\d+) in (\d+\
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("books")
-    for book in range(4):
-        words = [WORDS[(i * (book + 3) + i // 7) % len(WORDS)] for i in range(900)]
-        (folder / f"book_{book}.txt").write_text(" ".join(words).capitalize() + ".\n")
-    return folder
+    return write_books(tmp_path_factory.mktemp("books"), 4)
 
 
 @pytest.fixture

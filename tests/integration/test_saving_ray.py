@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from model.checkpoint import checkpoint_name, list_checkpoints
-from tests.integration.test_training import Job, corpus, wait_until
+from tests.integration.jobs import Job, wait_until
 from tests.mounts import fill, frozen, mounted_image
-
-__all__ = ["corpus"]  # a fixture
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -15,26 +15,12 @@ import pytest
 from model.checkpoint import list_checkpoints, load_trainer_state
 from rayjob.corpus.blocks import Manifest, token_stream
 from rayjob.training.schedule import WindowOrder
-from tests.integration.test_training import WORDS, Job, wait_until, workers_of
+from tests.integration.jobs import Job, wait_until, workers_of
 
 pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEP_TIMEOUT_S = 6
 SETTINGS = [f"train.step_timeout_s={STEP_TIMEOUT_S}", "failure.max_failures=1", "tracking.tensorboard=false"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("books")
-    for book in range(20):
-        words = [WORDS[(i * (book + 3) + i // 7) % len(WORDS)] for i in range(900)]
-        (folder / f"book_{book:02d}.txt").write_text(" ".join(words).capitalize() + ".\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("storage")
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from model.llama import Llama
 from model.normalizer import Normalizer
 from model.sampling import SamplingParams
 from model.tokenizer import Tokenizer, train_tokenizer
+from tests.saved_run import CHECKPOINT_FILES
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen.\n\nShe said nothing. " * 20
 # The vocabulary is padded above the tokenizer's 300 pieces to a multiple of 64.
@@ -45,17 +46,6 @@ TRAINER_TENSORS = {
     "optimizer.exp_avg.model.norm.weight": torch.arange(48.0),
     "rng.torch": torch.get_rng_state(),
 }
-FILES = [
-    "COMPLETE",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "normalizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "trainer/state.json",
-    "trainer/tensors.safetensors",
-]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +101,7 @@ def test_name_has_eight_digits() -> None:
 def test_saved_checkpoint_comes_back_bit_for_bit(save, llama: Llama) -> None:
     folder = save(1200, 3.5)
     assert folder.name == "step_00001200"
-    assert sorted(files_of(folder)) == FILES
+    assert sorted(files_of(folder)) == CHECKPOINT_FILES
     verify_checkpoint(folder)
     loaded = load_model(folder)
     assert not loaded.training
@@ -178,7 +168,7 @@ def test_100_greedy_tokens_equal_those_of_transformers(save, llama: Llama) -> No
     assert [step.token for step in steps] == wanted
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", CHECKPOINT_FILES)
 @pytest.mark.parametrize("damage", [Path.unlink, truncate, flip_a_bit, lambda path: path.write_bytes(b"")])
 def test_every_damage_to_every_file_is_detected_and_named(save, name: str, damage) -> None:
     folder = save(1)
@@ -322,9 +312,9 @@ def test_an_interrupted_save_is_no_checkpoint_and_the_next_save_cleans_up(
 
 def test_a_folder_torn_after_any_file_is_no_checkpoint(save, tmp_path: Path) -> None:
     content = files_of(save(1))
-    for n_files in range(len(FILES)):
+    for n_files in range(len(CHECKPOINT_FILES)):
         torn = tmp_path / f"run{n_files}" / "step_00000002"
-        for name in [*FILES[1:], "COMPLETE"][:n_files]:
+        for name in [*CHECKPOINT_FILES[1:], "COMPLETE"][:n_files]:
             (torn / name).parent.mkdir(parents=True, exist_ok=True)
             (torn / name).write_bytes(content[name])
         assert not is_complete(torn)
@@ -360,8 +350,8 @@ def test_everything_is_synced_before_complete_and_complete_before_the_rename(
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(Path, "rename", record_rename)
     save(1)
-    n_files = len(FILES) - 1
-    assert sorted(done[:n_files]) == sorted(Path(name).name for name in FILES[1:])
+    n_files = len(CHECKPOINT_FILES) - 1
+    assert sorted(done[:n_files]) == sorted(Path(name).name for name in CHECKPOINT_FILES[1:])
     assert done[n_files] == "COMPLETE"
     assert sorted(done[n_files + 1 : -2]) == ["step_00000001.save.tmp", "trainer"]
     assert done[-2:] == ["rename", "run"]

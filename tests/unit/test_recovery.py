@@ -20,21 +20,9 @@ from rayjob.training.recovery import (
     read_run,
     settle_checkpoints,
 )
-from tests.saved_run import CONFIG, IDENTITY, SavedRun
+from tests.saved_run import CHECKPOINT_FILES, CONFIG, IDENTITY, SavedRun
 
 pytestmark = pytest.mark.usefixtures("one_worker")
-
-FILES = [
-    "COMPLETE",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "normalizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "trainer/state.json",
-    "trainer/tensors.safetensors",
-]
 
 
 def truncate(path: Path) -> None:
@@ -66,10 +54,11 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 def test_fixture_has_every_file_that_is_tried(saved: Path) -> None:
     newest = saved / "step_00000002"
-    assert sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file()) == FILES
+    files = sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file())
+    assert files == CHECKPOINT_FILES
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", CHECKPOINT_FILES)
 @pytest.mark.parametrize("damage", [truncate, empty, flip_a_bit, Path.unlink])
 def test_a_damaged_file_means_the_checkpoint_before_with_one_warning(
     folder: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
