@@ -1,7 +1,7 @@
 """Measures any OpenAI-compatible server: TTFT, TPOT, end-to-end times, tokens/s, and how near memory's limit.
 
 python -m serving.bench --concurrency 1,8,64 --plot bench.svg --json bench.json
-python -m serving.bench --url http://127.0.0.1:8080/v1 --label llama.cpp --rate 2,8 --with bench.json --plot both.svg
+python -m serving.bench --url http://127.0.0.1:8080/v1 --label peer --concurrency 1,8,64 --with bench.json --plot both.svg
 
 A table goes to stderr, one JSON object to the last line of stdout.
 """
@@ -30,15 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark and returns its exit code: 0 done, 2 bad usage, 1 when requests failed."""
     arguments = _parse(argv)
     try:
-        report = asyncio.run(_measure(arguments))
         earlier = [json.loads(path.read_text()) for path in arguments.others]
+        report = asyncio.run(_measure(arguments))
     except (BenchmarkError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.plot is not None:
-        arguments.plot.write_text(render([report, *earlier], "concurrency" if arguments.concurrency else "rate"))
+        kind = "rate" if arguments.rate and not arguments.concurrency else "concurrency"
+        arguments.plot.write_text(render([report, *earlier], kind))
     print(json.dumps(report))
     return 0 if all(not point["problems"] for point in report["points"]) else 1
 

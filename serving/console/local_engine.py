@@ -1,6 +1,7 @@
 """The service's engine in this process, for code that is no coroutine."""
 
 import asyncio
+import os
 from collections.abc import Generator, Sequence
 
 from serving.engine.engine import Engine, IndexedDelta, RequestStream
@@ -14,8 +15,13 @@ class LocalEngine:
 
     def __init__(self, served: ServedModel, *, num_slots: int, max_waiting: int = 0) -> None:
         self.served = served
-        dtype = decoding_dtype("auto", served.model)  # as the service's, for the same text
-        self._engine = Engine(served, num_slots=num_slots, max_waiting=max_waiting, dtype=dtype)
+        self._engine = Engine(
+            served,
+            num_slots=num_slots,
+            max_waiting=max_waiting,
+            dtype=decoding_dtype("auto", served.model),  # this and the next as the service's, for the same text
+            num_threads=len(os.sched_getaffinity(0)),
+        )
         self._runner = asyncio.Runner()
 
     def submit(self, specs: Sequence[SequenceSpec]) -> RequestStream:

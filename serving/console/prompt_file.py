@@ -89,7 +89,7 @@ def _all_specs(
         try:
             specs.append(options.specs(engine.served, prompt, seed))
         except UsageError as error:
-            raise UsageError(f"prompt {number} of the file: {error}") from None
+            raise UsageError(f"prompt {number}: {error}") from None
     return specs
 
 

@@ -12,11 +12,9 @@ class ContextLengthExceeded(ValueError):
     """Prompt and answer do not fit into the model's context; the message has both numbers."""
 
     def __init__(self, prompt_tokens: int, max_new_tokens: int, max_seq_len: int) -> None:
-        self.prompt_tokens = prompt_tokens
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens and max_new_tokens is {max_new_tokens}, but the context "
-            f"holds {max_seq_len} tokens: shorten the prompt, lower max_new_tokens, or send "
-            'truncate: "left" to drop the oldest tokens.'
+            f"the prompt has {prompt_tokens} tokens and {max_new_tokens} more were asked for, but the context holds "
+            f"{max_seq_len} tokens: shorten the prompt or ask for fewer."
         )
 
 

@@ -163,13 +163,16 @@ class Engine:
     def _run(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
-        while self._wait_for_work():
-            try:
-                self._turn()
-            except Exception:
-                # A fault in a whole step must not end the thread that serves everybody.
-                logger.exception("a step failed; all requests that were in it are answered with an error")
-                self._fail_running()
+        try:
+            while self._wait_for_work():
+                try:
+                    self._turn()
+                except Exception:
+                    # A fault in a whole step must not end the thread that serves everybody.
+                    logger.exception("a step failed; all requests that were in it are answered with an error")
+                    self._fail_running()
+        finally:
+            self._fail_all()
 
     def _wait_for_work(self) -> bool:
         """Returns True when there is something to do, False once the engine is closed and empty."""
@@ -284,6 +287,13 @@ class Engine:
         with self._changed:
             failed = self._scheduler.clear_running()
         deliver([(sequence.request, SequenceFailed("decoding failed.")) for sequence in failed])
+
+    def _fail_all(self) -> None:
+        """Leaves nobody waiting for a thread that ends; after `close` there is nobody."""
+        with self._changed:
+            self._is_closed = True
+            left = self._scheduler.clear()
+        deliver([(sequence.request, SequenceFailed("the engine has stopped.")) for sequence in left])
 
     def _note_time(self, sequence: EngineSequence) -> None:
         if sequence.started_at_s is not None:

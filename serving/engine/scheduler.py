@@ -157,6 +157,13 @@ class Scheduler(Generic[S]):
         self.running, self._next = [], None
         return held
 
+    def clear(self) -> list[S]:
+        """Empties slots and lines, and returns the sequences that were there."""
+        left = [*self.clear_running(), *self.waiting, *self.scoring]
+        self.waiting.clear()
+        self.scoring.clear()
+        return left
+
     def _chunk(self, sequence: S, start: int) -> Chunk[S]:
         end = min(start + self._chunk_tokens, sequence.num_prompt_tokens)
         return Chunk(sequence, len(self.running), start, end)

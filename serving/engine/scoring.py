@@ -49,11 +49,3 @@ class PromptScorer:
         own = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
         self.scores.logprobs.extend(own.tolist())
         self.scores.top_logprobs.extend(top_logprobs(logprobs, self._n_top))
-
-
-def score_prompt(model: Llama, prompt: Sequence[int], n_top: int) -> PromptScores:
-    """Returns the scores of a whole prompt."""
-    scorer = PromptScorer(model, prompt, n_top)
-    while not scorer.is_done:
-        scorer.advance()
-    return scorer.scores

@@ -2,6 +2,7 @@
 
 import hmac
 import ipaddress
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -13,8 +14,9 @@ OPEN_PATHS = frozenset({"/health", "/"})
 class RequireApiKey:
     """ASGI middleware: every route but /health and /, known or not, wants `Authorization: Bearer <key>`."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, count_error: Callable[[str], None]) -> None:
         self._app = app
+        self._count_error = count_error
         self._expected = b"Bearer " + api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -22,7 +24,9 @@ class RequireApiKey:
         if scope["type"] == "lifespan" or self._is_allowed(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await _unauthorized().response()(scope, receive, send)
+            error = _unauthorized()
+            self._count_error(error.code)
+            await error.response()(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 

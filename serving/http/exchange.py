@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from fastapi import Request, Response
 
 from serving.engine.engine import EngineClosed, IndexedDelta, QueueFull, RequestCancelled, RequestStream
 from serving.http.answer_format import AnswerFormat
-from serving.http.errors import ApiError
+from serving.http.errors import ApiError, engine_error
 from serving.http.generation import Generation, prepare_generation
 from serving.http.metrics import Metrics
 from serving.http.schemas import GenerateRequest
 from serving.http.service import Service
 from serving.http.streaming import EventStream, next_delta, watch_disconnect, with_pings
+
+logger = logging.getLogger(__name__)
 
 
 async def respond(service: Service, request: Request, checked: GenerateRequest, answer: AnswerFormat) -> Response:
@@ -90,6 +93,11 @@ class Exchange:
             yield _event(error.body())
         except RequestCancelled:
             return
+        except Exception:
+            logger.exception("a stream failed")
+            error = engine_error()
+            self.metrics.count_error(error.code)
+            yield _event(error.body())
         yield "data: [DONE]\n\n"
 
     def end(self) -> None:

@@ -77,7 +77,7 @@ class Generation:
     def finish_reasons(self) -> list[FinishReason | None]:
         """Returns why each sequence ended; None for one that did not."""
         if self.is_scoring:
-            return ["length"] * len(self.deltas)
+            return [None if scores is None else "length" for scores in self.prompt_scores]
         return [deltas[-1].finish_reason if deltas else None for deltas in self.deltas]
 
     def tpots_s(self) -> list[float]:

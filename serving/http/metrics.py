@@ -64,7 +64,7 @@ class Metrics:
         reasons = CountOf(generation.finish_reasons())
         for reason, count in reasons.items():
             self._counters["request_success"].labels(generation.served.name, reason or "abort").inc(count)
-        if generation.first_delta_at_s or generation.is_scoring:
+        if generation.first_delta_at_s or (generation.is_scoring and None not in reasons):
             self._record_tokens(generation)
         if generation.first_delta_at_s:
             self._record_times(generation, stream, is_finished=None not in reasons)

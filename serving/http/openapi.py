@@ -23,5 +23,7 @@ def stream_answer(event: type[BaseModel], ending: str) -> Responses:
     """Returns the declaration of an answer that is whole, or with `stream` one `event` per token."""
     about = f"The whole answer; with `stream` one event per token, {ending}."
     # itemSchema is the word of OpenAPI 3.2 for the events of a stream; older readers pass over it.
-    content = {"schema": {"type": "string"}, "itemSchema": event.model_json_schema()}
+    schema = event.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    content = {"schema": {"type": "string"}, "itemSchema": schema}
     return {200: {"description": about, "content": {"text/event-stream": content}}}

@@ -28,7 +28,7 @@ def create_app(service: Service, *, api_key: str | None = None) -> FastAPI:
     app = FastAPI(title="rayjob serving", redirect_slashes=False)
     install_error_handlers(app, service.metrics.count_error)
     if api_key:
-        app.add_middleware(RequireApiKey, api_key=api_key)
+        app.add_middleware(RequireApiKey, api_key=api_key, count_error=service.metrics.count_error)
     _add_state_routes(app, service)
     _add_generating_routes(app, service)
     add_model_routes(app, service)

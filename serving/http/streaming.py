@@ -1,6 +1,7 @@
 """Server-sent events of a streamed answer, and what happens when the client goes away."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
@@ -9,6 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from serving.engine.engine import IndexedDelta, RequestStream, SequenceFailed
 from serving.http.errors import ApiError, engine_error
+
+logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 15.0
 
@@ -46,8 +49,11 @@ async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) 
     """Calls `on_disconnect` when the client goes away inside the block; the body must have been read."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        try:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        except Exception:  # Ray's receive raises when the proxy is gone, and the client with it
+            logger.warning("the proxy of a request is gone", exc_info=True)
         on_disconnect()
 
     watcher = asyncio.create_task(watch())
@@ -100,5 +106,4 @@ async def _next_before(stream: RequestStream, until_s: float) -> IndexedDelta | 
 
 
 def _too_late() -> ApiError:
-    message = "the answer was not finished within timeout_s: ask for fewer tokens or allow more time."
-    return ApiError(408, "timeout", message, param="timeout_s")
+    return ApiError(408, "timeout", "the answer was not finished in time: ask for fewer tokens.")

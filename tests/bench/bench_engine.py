@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from model.checkpoint import resolve_checkpoint, save_checkpoint
+from model.checkpoint import resolve_checkpoint
+from model.checkpoint_writer import save_checkpoint
 from model.config import ModelConfig
 from model.llama import Llama
 from model.normalizer import Normalizer
@@ -229,4 +230,3 @@ def ratios(rates: dict[str, dict[int, float]], args: argparse.Namespace) -> dict
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # the engines' threads wait for requests that will not come

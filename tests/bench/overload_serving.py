@@ -3,7 +3,7 @@
     python -m tests.bench.overload_serving --checkpoint storage/runs/small --duration_s 120
 
 Reported: how fast refusals come, the TPOT of accepted requests beside that of a service whose slots are just full,
-how much memory grew, and how long after the flood a request is answered as fast as before.
+how much memory grew, and how long after the flood a request is answered again.
 """
 
 import argparse
@@ -32,7 +32,8 @@ def main() -> int:
     with http_server(arguments.checkpoint.resolve(), num_slots=SLOTS, max_waiting=WAITING) as server:
         report = asyncio.run(flood(server, arguments.duration_s))
     print(json.dumps(report))
-    return 0 if report["tpot_ratio"] <= 3 and report["recovered_s"] <= 5 and report["grown_mb"] <= 50 else 1
+    is_calm = report["tpot_ratio"] <= 3 and report["recovered_s"] <= 5 and report["grown_mb"] <= 50
+    return 0 if is_calm and report["refused"] and not report["other"] else 1
 
 
 async def flood(server: Server, duration_s: float) -> dict[str, float]:
@@ -55,7 +56,7 @@ async def flood(server: Server, duration_s: float) -> dict[str, float]:
         "accepted": len(accepted),
         "refused": len(refused),
         "other": len(flooded) - len(accepted) - len(refused),
-        "refusal_p50_ms": round(1000 * statistics.median(refused), 1),
+        "refusal_p50_ms": round(1000 * statistics.median(refused or [0.0]), 1),
         "tpot_full_ms": round(1000 * tpot_s(full), 2),
         "tpot_flooded_ms": round(1000 * tpot_s(accepted), 2),
         "tpot_ratio": round(tpot_s(accepted) / tpot_s(full), 2),
@@ -65,7 +66,7 @@ async def flood(server: Server, duration_s: float) -> dict[str, float]:
 
 
 async def clients(session: aiohttp.ClientSession, target: Target, count: int, duration_s: float) -> list[Measurement]:
-    """Lets `count` clients send one request after another for so long; a refused one waits as Retry-After says."""
+    """Lets `count` clients send one request after another for so long; a refused one waits a second."""
     measured: list[Measurement] = []
     end_s = time.perf_counter() + duration_s
 

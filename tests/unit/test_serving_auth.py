@@ -55,11 +55,16 @@ def test_every_route_but_two_is_denied(served: Served) -> None:
     assert is_open == {("GET", "/health"), ("GET", "/")}
 
 
-def test_nothing_of_the_key_is_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_of_the_key_is_logged(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("DEBUG")
-    for authorization in ("Bearer abc", "Bearer abcd"):
-        request(served, "/openapi.json", authorization)
-    assert "abc" not in caplog.text
+    monkeypatch.setattr(served.service, "health", lambda: 1 / 0)  # a fault: its traceback is logged
+    for path in ("/openapi.json", "/health"):
+        for authorization in ("Bearer abc", "Bearer abcd"):
+            request(served, path, authorization)
+    assert "ZeroDivisionError" in caplog.text
+    assert "abc" not in caplog.text.replace("collections.abc", "")
 
 
 def test_no_key_is_denied_and_two_are_too(served: Served) -> None:

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from serving import bench
 from serving.bench import main
 from serving.benchmark.ceiling import KV_BYTES_PER_TOKEN, WEIGHT_BYTES, Ceiling, measure_bandwidth_gb_s
 from serving.benchmark.client import Measurement
@@ -59,6 +60,23 @@ def test_a_run_reports_every_load_and_draws_it(
     texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert {"<a> & b", f"{server.url}/v1", "tokens/s"} <= set(texts)
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}polyline"))) == 2 * 10
+
+
+@pytest.mark.parametrize("loads", [(), ("--rate", "200,400")])
+def test_a_plot_shows_the_default_loads_and_rates_alone_too(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], loads: tuple[str, ...]
+) -> None:
+    plot = tmp_path / "plot.svg"
+    shape = ("--prompt_tokens", "4", "--max_tokens", "2", "--requests", "2")
+    assert run(capsys, "--url", f"{server.url}/v1", *shape, *loads, "--plot", str(plot))[0] == 0
+    assert "<polyline" in plot.read_text()
+
+
+def test_a_missing_report_to_compare_with_is_told_before_anything_is_measured(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_measure", None)
+    assert run(capsys, "--url", f"{server.url}/v1", "--with", str(tmp_path / "absent.json")) == (2, {})
 
 
 def test_refused_requests_are_counted_by_their_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

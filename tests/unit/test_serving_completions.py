@@ -85,6 +85,7 @@ def test_without_max_tokens_a_long_prompt_takes_the_room_left(served: Served) ->
     error = refuse(served, 400, "context_length_exceeded", prompt=prompt, max_tokens=4)
     assert str(MAX_SEQ_LEN) in error["message"]
     assert str(MAX_SEQ_LEN - 3) in error["message"]
+    assert "truncate" not in error["message"], "a field of another route"
 
 
 def test_lists_of_tokens_are_prompts_as_their_texts_are(served: Served) -> None:

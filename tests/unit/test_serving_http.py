@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -390,6 +391,16 @@ def test_openapi_describes_the_fields_and_the_errors(served: Served) -> None:
     assert {"200", "400", "401", "408", "413", "429", "500", "503"} == set(post["responses"])
     assert set(post["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert served.client.request("GET", "/docs").status_code == 200
+
+
+def test_every_reference_of_the_openapi_document_resolves(served: Served) -> None:
+    schema = served.client.request("GET", "/openapi.json").json()
+    references = set(re.findall(r'"\$ref": "#/([^"]+)"', json.dumps(schema)))
+    assert references
+    for reference in references:
+        found = schema
+        for name in reference.split("/"):
+            found = found[name]
 
 
 def test_the_same_request_gives_the_same_text_alone_and_among_others(served: Served) -> None:
