@@ -1,7 +1,7 @@
 """Measures any OpenAI-compatible server: TTFT, TPOT, end-to-end times, tokens/s, and how near memory's limit.
 
 python -m serving.bench --concurrency 1,8,64 --plot bench.svg --json bench.json
-python -m serving.bench --url http://127.0.0.1:8080/v1 --label peer --concurrency 1,8,64 --with bench.json --plot both.svg
+python -m serving.bench --url http://HOST/v1 --label peer --concurrency 1,8,64 --with bench.json --plot both.svg
 
 A table goes to stderr, one JSON object to the last line of stdout.
 """

@@ -95,9 +95,9 @@ class Exchange:
             return
         except Exception:
             logger.exception("a stream failed")
-            error = engine_error()
-            self.metrics.count_error(error.code)
-            yield _event(error.body())
+            fault = engine_error()
+            self.metrics.count_error(fault.code)
+            yield _event(fault.body())
         yield "data: [DONE]\n\n"
 
     def end(self) -> None:
