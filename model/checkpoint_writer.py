@@ -163,7 +163,8 @@ class Draft:
         """Makes the draft the checkpoint of its step, durable when this returns, and returns its folder.
 
         A sound checkpoint of the same step is kept as it is: the same step of a run has the same weights, and so
-        there is no moment without it. A damaged one is replaced, and one without a score by one that has it.
+        there is no moment without it. A damaged one is replaced, and one without a score, or that owes it, by one
+        that has more.
 
         Args:
             files: the entries of all ranks' files.
@@ -180,7 +181,7 @@ class Draft:
         write_complete(self.folder, files)
         final = self.run_folder / checkpoint_name(self.step)
         if _is_sound(final):
-            if _has_score(final) or not _has_score(self.folder):
+            if _completeness(final) >= _completeness(self.folder):
                 logger.info("%s is complete already and was kept.", final)
                 self.discard()
                 return final
@@ -214,8 +215,10 @@ def _is_sound(folder: Path) -> bool:
     return True
 
 
-def _has_score(folder: Path) -> bool:
-    return json.loads((folder / TRAINER_STATE).read_bytes())["val_loss"] is not None
+def _completeness(folder: Path) -> int:
+    """Ranks checkpoints of one step: above one that owes its evaluation stands one without, above that one scored."""
+    state = json.loads((folder / TRAINER_STATE).read_bytes())
+    return 2 if state["val_loss"] is not None else int(not state.get("owes_evaluation", False))
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,9 +60,11 @@ def cross_entropy_sums(
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
     flat_hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     flat_targets = targets.reshape(-1)
+    # Asked here: a Function sees what its inputs require, also where no gradient will be asked for.
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.autocast(device_type, enabled=False):
         nats, correct = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            flat_hidden, weight, flat_targets, into_gradient or rows_into_gradient
+            flat_hidden, weight, flat_targets, needs_grad, into_gradient or rows_into_gradient
         )
     return LossSums(nats, correct, (flat_targets != IGNORED).sum())
 
@@ -84,11 +86,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, into_gradient: RowsIntoGradient
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, into_gradient: RowsIntoGradient
     ) -> tuple[Tensor, Tensor]:
         head = weight.to(hidden.dtype)
         rows = rows_per_piece(hidden.shape[0], weight.shape[0])
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         hidden_grads: list[Tensor] = []
         weight_grad: Tensor | None = None
         nats = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -113,12 +114,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, nats_grad: Tensor, _correct_grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, nats_grad: Tensor, _correct_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         if ctx.found is None:
             raise RuntimeError("the loss was differentiated before: its gradients were found once, and are gone.")
         # In place, so that the weight's is not there twice.
         (hidden_grad, weight_grad), ctx.found = ctx.found, None
-        return hidden_grad.mul_(nats_grad), weight_grad.mul_(nats_grad), None, None
+        return hidden_grad.mul_(nats_grad), weight_grad.mul_(nats_grad), None, None, None
 
 
 def _piece_into_gradient(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from model.complete import sync
 from rayjob.store.publish import publish_folder, publish_written
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -26,12 +27,12 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = temporary_path(path)
     try:
         temporary.write_bytes(data)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
     publish_written(path)
 
 
@@ -47,7 +48,7 @@ def new_folder(final: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.iterdir():
-            _sync(file)
+            sync(file)
         if not final.exists():
             os.rename(temporary, final)
     except OSError:
@@ -55,7 +56,7 @@ def new_folder(final: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _sync(final.parent)
+    sync(final.parent)
     publish_folder(final)
 
 
@@ -66,11 +67,3 @@ def remove_temporary(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -111,7 +111,8 @@ def _stage(config: JobConfig, stage: str, max_steps: int | None = None) -> Itera
 def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
     corpus = prepare(config, stop)
     n_steps = job.steps_of_run(config, corpus)
-    if job.step_to_go_on_from(config, corpus) >= n_steps:
+    step = job.step_to_go_on_from(config, corpus)
+    if step >= n_steps:
         logger.info("run %s has all of its %d steps: nothing to train.", config.run_name, n_steps)
         set_stage(config, Outcome.DONE.value, n_steps)
         if is_behind(config.run_folder):
@@ -123,7 +124,7 @@ def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
     logger.info(plan_line(config))
     with _stage(config, "train", n_steps):
         connect()
-        outcome = job.train(config, corpus, stop, fence)
+        outcome = job.train(config, corpus, n_steps, step, stop, fence)
     set_stage(config, outcome.value)
     return outcome
 

@@ -166,7 +166,7 @@ def _measured(config: JobConfig, rows: list[MetricsRow], steps: int) -> dict[str
     tokens_per_s = statistics.median(row.tokens_per_s for row in rows)
     step_s = config.tokens_per_step / tokens_per_s
     left_s = max(0, steps - rows[-1].step) * step_s
-    usd_per_s = config.cost.gpu_usd_per_hour * config.train.max_workers / 3600
+    usd_per_s = config.cost.gpu_usd_per_hour * (rows[-1].workers or config.train.max_workers) / 3600
     return {
         "steps": len(rows),
         "tokens_per_s": round(tokens_per_s, 1),

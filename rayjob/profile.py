@@ -1,8 +1,8 @@
 """`profile`: where the time of a step goes, on this machine and without Ray.
 
 One process takes a worker's share of a few steps, with the configuration's model, optimizer, precision and compilation,
-on random tokens: so nothing has to be prepared, and nothing of a run is touched. It waits for no other worker, so the
-all-reduce of the gradients is not in it.
+on random tokens: so nothing has to be prepared, and nothing but `profile/` of the run's folder is written. It waits for
+no other worker, so the all-reduce of the gradients is not in it.
 """
 
 import statistics

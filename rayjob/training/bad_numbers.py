@@ -35,7 +35,7 @@ class BadNumber:
 
 
 class BadSteps:
-    """Keeps count of the bad steps in a row; every worker has one, and all come to the same answer.
+    """Finds what is bad in a step, and tells when it was too often; every worker has one, and all answer alike.
 
     Args:
         model: the unwrapped model.
@@ -47,23 +47,20 @@ class BadSteps:
         self._model = model
         self._precision = precision
         self._max_in_row = max_in_row
-        self._in_row = 0
         self.found: list[BadNumber] = []  # in the last step, over all workers
-
-    @property
-    def was_last_bad(self) -> bool:
-        return self._in_row > 0
 
     @property
     def are_weights_bad(self) -> bool:
         return any(bad.is_weight for bad in self.found)
 
-    def take(self, step: int, result: StepResult, batch: StepBatch) -> str | None:
-        """Counts a step; returns why the run must end, or None. All workers must call it after each step."""
+    def take(self, step: int, in_row: int, result: StepResult, batch: StepBatch) -> str | None:
+        """Looks at a step, the last of so many bad ones in a row; returns why the run must end, or None.
+
+        All workers must call it after each step.
+        """
         if not result.is_skipped:
-            self._in_row, self.found = 0, []
+            self.found = []
             return None
-        self._in_row += 1
         self.found = _gather(find_bad_number(self._model, batch, self._precision))
         places = "; ".join(map(str, self.found))
         if not places:
@@ -71,8 +68,8 @@ class BadSteps:
             places = f"not found when computed again, so it came from outside the model (bad loss on rank: {ranks})"
         told = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; {places}"
         if dist.get_rank() == 0:
-            logger.warning("skipped %s (bad step %d of %d in a row)", told, self._in_row, self._max_in_row)
-        return f"{self._in_row} bad steps in a row, the last {told}" if self._in_row >= self._max_in_row else None
+            logger.warning("skipped %s (bad step %d of %d in a row)", told, in_row, self._max_in_row)
+        return f"{in_row} bad steps in a row, the last {told}" if in_row >= self._max_in_row else None
 
     def window_ids(self) -> list[int]:
         """Returns the windows to look at after the last step."""

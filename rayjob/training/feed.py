@@ -134,7 +134,7 @@ class StepFeed:
 
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         inputs, targets = batch
-        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+        return inputs.to(self._device), targets.to(self._device)
 
 
 def _flatten(tokens_folder: Path, split: str) -> Path:

@@ -90,11 +90,15 @@ def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
     return read_run(folder, config.model, identity).recorded_step
 
 
-def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event, fence: Fence) -> Outcome:
+def train(
+    config: JobConfig, corpus: PreparedCorpus, n_steps: int, step: int, stop: threading.Event, fence: Fence
+) -> Outcome:
     """Trains to the end, to a stop or to the end of the budget; Ray must be initialised.
 
     Args:
         config: of a run whose folder no other driver writes and whose checkpoints fit, see `step_to_go_on_from`.
+        n_steps: of the whole run.
+        step: to go on from.
         stop: set by a signal handler; the workers then save and return.
         fence: of this driver's lease on the run; the workers ask it before they write.
 
@@ -107,13 +111,13 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event, fenc
     run_folder = config.run_folder
     _write_config(config)
     forget_failure(run_folder)
-    n_steps, step = steps_of_run(config, corpus), step_to_go_on_from(config, corpus)
     spent = read_spent(run_folder)
     cut_metrics(run_folder, step)  # before anybody follows rows that will be written again
     tracking = Tracking(run_folder, _sinks(config, corpus.tokens_folder, n_steps, step))
     status = "FAILED"
     try:
-        _fit_while_it_gains(config, corpus, spent, stop, fence)
+        share = _cpus_per_worker(config.train.max_workers)  # once: of an elastic run nodes may be gone later
+        _fit_while_it_gains(config, corpus, share, spent, stop, fence)
         is_done = latest_step(config) >= n_steps
         status = "FINISHED" if is_done else "KILLED"
     finally:
@@ -124,14 +128,14 @@ def train(config: JobConfig, corpus: PreparedCorpus, stop: threading.Event, fenc
 
 
 def _fit_while_it_gains(
-    config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event, fence: Fence
+    config: JobConfig, corpus: PreparedCorpus, share: float, spent: Spent, stop: threading.Event, fence: Fence
 ) -> None:
     """Runs fit() again when its failures are used up, as long as there is a new checkpoint each time."""
     while True:
         forget_ray_snapshot(config.run_folder)
         step = latest_step(config)
         try:
-            _fit(config, corpus, spent, stop, fence)
+            _fit(config, corpus, share, spent, stop, fence)
         except WorkerGroupError as error:
             raise_failure(config.run_folder)
             gained = latest_step(config) - step
@@ -153,7 +157,9 @@ def send_to_trackers(config: JobConfig, corpus: PreparedCorpus) -> None:
     Tracking(config.run_folder, _sinks(config, corpus.tokens_folder, n_steps, n_steps)).finish("FINISHED")
 
 
-def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threading.Event, fence: Fence) -> None:
+def _fit(
+    config: JobConfig, corpus: PreparedCorpus, share: float, spent: Spent, stop: threading.Event, fence: Fence
+) -> None:
     """Runs fit() to its end in a thread; passes a stop on and an error up."""
     # A worker that does not answer in this time is taken for dead, so Ray names it before the others' collective ends.
     settings = _RAY_TRAIN_SETTINGS | {"RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(0.8 * config.train.step_timeout_s)}
@@ -162,7 +168,7 @@ def _fit(config: JobConfig, corpus: PreparedCorpus, spent: Spent, stop: threadin
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     stop_signal = StopSignal.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
     task = TrainTask(config, corpus.tokens_folder, corpus.tokenizer_folder, spent, stop_signal, fence)
-    trainer = _build_trainer(config, task)
+    trainer = _build_trainer(config, task, share)
     errors: list[BaseException] = []
 
     def fit() -> None:
@@ -200,9 +206,9 @@ def _check_gpus(config: JobConfig) -> None:
         )
 
 
-def _build_trainer(config: JobConfig, task: TrainTask) -> ray.train.torch.TorchTrainer:
+def _build_trainer(config: JobConfig, task: TrainTask, share: float) -> ray.train.torch.TorchTrainer:
     train = config.train
-    cpus = {"CPU": _cpus_per_worker(train.max_workers)}
+    cpus = {"CPU": share}
     is_fixed = train.min_workers == train.max_workers
     size = train.max_workers if is_fixed else (train.min_workers, train.max_workers)
     return ray.train.torch.TorchTrainer(

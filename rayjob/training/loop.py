@@ -88,10 +88,13 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     if failed:
         return
     rank = dist.get_rank()
-    with remembered_errors(run_folder, group, rank, step=lambda: -1):
-        worker = TrainWorker(task, device)
-    with remembered_errors(run_folder, group, rank, step=lambda: worker.state.step):
-        worker.train()
+    try:
+        with remembered_errors(run_folder, group, rank, step=lambda: -1):
+            worker = TrainWorker(task, device)
+        with remembered_errors(run_folder, group, rank, step=lambda: worker.state.step):
+            worker.train()
+    finally:
+        own_notice.answer()  # whatever ended it, who gave the notice must not wait
 
 
 class TrainWorker:
@@ -157,12 +160,23 @@ class TrainWorker:
             self.saver.finish(is_reported=not wishes.leave)
         except SaveFailedError as error:
             if self.recorder:
-                write_failure(self.config.run_folder, f"{error}.")
+                self._end_unsaved(error)
             return
         if self.recorder:
             self.recorder.flush()
+            if self.state.step == self.n_steps and self.bad_steps.are_weights_bad:
+                reason = "the weights after the run's last step are not finite"
+                write_bad_numbers(self.config.run_folder, reason, self.bad_steps.window_ids())
         if wishes.leave:
             self._give_way()
+
+    def _end_unsaved(self, error: SaveFailedError) -> None:
+        """Writes down why, or says it where the storage takes no small file either."""
+        try:
+            write_failure(self.config.run_folder, f"{error}.")
+        except OSError:
+            logger.error("%s.", error)
+            raise error from None
 
     def _wishes(self) -> Wishes:
         """What this worker wishes now."""
@@ -187,7 +201,7 @@ class TrainWorker:
         self.state = self.state.after_step(batch.n_tokens, result.is_skipped)
         if result.wishes.saved:
             self.saver.take_up()
-        reason = self.bad_steps.take(self.state.step, result, batch)
+        reason = self.bad_steps.take(self.state.step, self.state.bad_in_row, result, batch)
         evaluation, wishes = None, result.wishes
         if reason:
             wishes = Wishes(stop=True)
@@ -201,7 +215,7 @@ class TrainWorker:
                 write_bad_numbers(self.config.run_folder, reason, self.bad_steps.window_ids())
         if wishes.leave:
             own_notice.give("preemption notice")  # if another worker has heard it, the time counts from here
-        if self._is_worth_saving():
+        if self._is_worth_saving() and not reason:  # what ends the run is not to be gone on from
             if wishes.ends_training or self.state.step == self.n_steps:
                 self.saver.finish(self.state, is_reported=not wishes.leave)
             elif evaluation or wishes.save:
@@ -241,9 +255,8 @@ class TrainWorker:
         recorder.record_sample(self.state.step, draw_sample(self.model, self.tokenizer, self.config.seed))
 
     def _is_worth_saving(self) -> bool:
-        """Whether the weights may be trusted: not after a bad step, but the last one of a run must be saved."""
-        is_last = self.state.step == self.n_steps
-        return not self.bad_steps.was_last_bad or (is_last and not self.bad_steps.are_weights_bad)
+        """Whether the weights may be trusted: a step that was skipped leaves them as they were."""
+        return not self.bad_steps.are_weights_bad
 
     def _save(self) -> None:
         if self.saver.save(self.state) and self.recorder:
@@ -253,10 +266,13 @@ class TrainWorker:
         """Ends this worker, when all have saved, so that Ray starts a group on the machines that are left."""
         dist.barrier()
         own_notice.give("preemption notice")  # if another worker has heard it, and before the first step
-        own_notice.answer()
         told = f"{own_notice.source} at step {self.state.step}"
         if self.recorder:
-            saved = f"saved step {self.state.step}" if self._is_worth_saving() else "after a bad step, saved nothing"
+            saved = (
+                f"saved step {self.state.step}"
+                if self._is_worth_saving()
+                else "saved nothing, for its weights are not finite"
+            )
             logger.warning("%s, %s in %.1f s", told, saved, own_notice.age_s)
         raise GaveWay(told)
 
@@ -302,7 +318,7 @@ def _start_or_resume(
         load_optimizer_tensors(model, optimizer, tensors, state.updates)
     if dist.get_rank() == 0:
         logger.warning("resuming from %s", folder)
-    _report(folder, state)
+    _report(folder if dist.get_rank() == 0 else None, state)
     return model, optimizer, state, {name: tensor for name, tensor in tensors.items() if name.startswith("rng.")}
 
 

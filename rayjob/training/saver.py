@@ -10,6 +10,7 @@ Two saves never overlap. A validated state that comes while another is being wri
 that the best is not missed; any other save stays due.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -38,7 +39,7 @@ _N_TRIES = 2  # of one save
 _RETRY_S = 1.0
 _SLOW_S = 20.0  # a save that takes longer is warned about
 _AGREEMENT_TIMEOUT = timedelta(minutes=30)  # how long a rank's storage may hang before the save counts as failed
-_NICENESS = 10  # of the writing thread: the step's threads get about ten times its share of a busy processor
+_NICENESS = 10  # more of it for the writing thread than the step's threads have; Ray starts workers at 15, of 19
 
 
 class SaveFailedError(RuntimeError):
@@ -208,11 +209,11 @@ class Saver:
             )
 
     def _run(self, save: _Save, previous: threading.Thread | None) -> None:
-        if previous:
-            previous.join()
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         draft = Draft(self._run_folder, save.state.step, self._attempt.id)
         try:
+            if previous:
+                previous.join()
+            _be_nice()
             self._write(draft, save)
             if self._rank == 0 and not save.outcome.folder:
                 draft.discard()
@@ -285,3 +286,10 @@ def _reason(error: Exception) -> str:
         return str(error)
     logger.exception("a save failed")
     return f"{type(error).__name__}: {error}"
+
+
+def _be_nice() -> None:
+    """Lets this thread stand back behind those that compute the steps."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):  # a sandbox that forbids it: the save is only less polite
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS))

@@ -28,10 +28,11 @@ class RunIdentity:
     tokenizer: str
     seed: int
     global_batch_size: int  # with the seed it decides which windows belong to a step
+    optimizer: str = "adamw"  # its moments are another's no use; checkpoints of early versions do not tell
 
     @classmethod
     def of(cls, config: JobConfig, corpus: str, tokenizer: str) -> "RunIdentity":
-        return cls(corpus, tokenizer, config.seed, config.train.global_batch_size)
+        return cls(corpus, tokenizer, config.seed, config.train.global_batch_size, config.optimizer.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class RunState:
     best_val_loss: float | None = None  # of the run so far
     best_step: int | None = None
     run_id: str | None = None  # of the run folder; checkpoints of early versions have none
+    bad_in_row: int = 0  # steps whose gradient was not finite, up to and with `step`
     skipped_steps: int = 0  # of `step`, those whose gradient was not finite: the optimizer has counted fewer
     owes_evaluation: bool = False  # the one of this step was abandoned, and its row is not in metrics.csv yet
     owed_row: str = ""  # that row without the evaluation, as rank 0 has it
@@ -69,6 +71,7 @@ class RunState:
             self,
             step=self.step + 1,
             tokens=self.tokens + n_tokens,
+            bad_in_row=self.bad_in_row + 1 if is_skipped else 0,
             skipped_steps=self.skipped_steps + is_skipped,
             val_loss=None,
             val_accuracy=None,

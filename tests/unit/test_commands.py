@@ -99,7 +99,7 @@ def test_storage_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.
 def test_gpus_that_the_cluster_does_not_have_are_refused(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
     with pytest.raises(ConfigError, match="needs 4 GPUs, but the Ray cluster has 2: .* train.use_gpu=false"):
-        job.train(config, SimpleNamespace(), threading.Event(), SimpleNamespace())  # type: ignore[arg-type]
+        job.train(config, SimpleNamespace(), 10, 0, threading.Event(), SimpleNamespace())  # type: ignore[arg-type]
 
 
 def test_sigterm_while_ray_starts_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:

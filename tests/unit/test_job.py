@@ -36,7 +36,7 @@ def fit(config: JobConfig, monkeypatch: pytest.MonkeyPatch, ends: list[tuple[int
     monkeypatch.setattr(job, "latest_step", lambda _: steps[-1])
     nothing: Any = None
     try:
-        job._fit_while_it_gains(config, nothing, nothing, threading.Event(), nothing)
+        job._fit_while_it_gains(config, nothing, 1.0, nothing, threading.Event(), nothing)
     finally:
         config.run_folder.joinpath("fits").write_text(str(n_fits))
     return n_fits

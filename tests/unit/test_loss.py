@@ -163,6 +163,13 @@ def test_without_gradient_none_is_computed() -> None:
     torch.testing.assert_close(sums.nats, plain_sums(hidden, weight, targets).nats)
 
 
+def test_without_grad_mode_a_weight_that_requires_gradients_costs_one_product() -> None:
+    hidden, weight = torch.randn(6, 4), torch.randn(8, 4, requires_grad=True)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        cross_entropy_sums(hidden, weight, torch.randint(8, (6,)))
+    assert sum(event.count for event in profile.key_averages() if event.key == "aten::mm") == 1
+
+
 def test_a_whole_batch_of_logits_never_stands_in_memory() -> None:
     largest = 0
 

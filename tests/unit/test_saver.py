@@ -90,6 +90,24 @@ def test_what_is_saved_is_the_state_of_the_step_though_training_goes_on(run: Sav
     assert run.reported[0][1].step == 1
 
 
+def test_the_writing_thread_stands_back_and_saves_where_that_is_forbidden(
+    run: SavedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def forbid(_which: int, _who: int, niceness: int) -> None:
+        asked.append(niceness)
+        raise PermissionError
+
+    monkeypatch.setattr(rayjob.training.saver.os, "getpriority", lambda *_: 15)  # as Ray starts its workers
+    monkeypatch.setattr(rayjob.training.saver.os, "setpriority", forbid)
+    run.step()
+    assert run.saver.save(run.state)
+    wait_for_end(run)
+    assert steps(run) == [1]
+    assert asked == [19]
+
+
 def test_two_saves_never_overlap_and_an_unscored_one_stays_due(run: SavedRun, gate: Gate) -> None:
     run.step()
     gate.close()

@@ -61,6 +61,7 @@ def run_worker(rank: int, case: Case, port: int) -> dict[str, Any]:
     bad_steps = BadSteps(model, torch.float32, max_in_row=5)
     result: dict[str, Any] = {"loss": [], "norm": [], "ids": [], "reduced": [], "wishes": [], "windows": []}
     result |= {"kept": [], "found": [], "reason": None}
+    n_bad = 0
     for index in range(N_STEPS):
         batch = feed.step_batch(index)
         before = snapshot(model, optimizer)
@@ -76,7 +77,8 @@ def run_worker(rank: int, case: Case, port: int) -> dict[str, Any]:
                 wishes=lambda: Wishes(stop=rank == 1 and index == 3, save=rank == 0 and index == 2),  # noqa: B023
             )
             result["reduced"].append(sum(reduced))
-            result["reason"] = bad_steps.take(index + 1, step, batch)
+            n_bad = n_bad + 1 if step.is_skipped else 0
+            result["reason"] = bad_steps.take(index + 1, n_bad, step, batch)
         result["loss"].append(step.loss)
         result["norm"].append(step.grad_norm)
         result["wishes"].append(step.wishes)
