@@ -191,6 +191,9 @@ def _take(folder: Path, what: str) -> Path:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         except FileExistsError:
             continue  # another driver was quicker: now it is the one to look at
+        if max(folder.glob("[0-9]*.json")) != path:
+            path.unlink(missing_ok=True)  # others were so much quicker that this number had been given up already
+            continue
         _write(path, Holder.this_process(), "beat 0")
         for older in leases:
             older.unlink(missing_ok=True)

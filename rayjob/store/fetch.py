@@ -57,10 +57,12 @@ def fetch_folder(folder: Path, last: str) -> bool:
     temporary = temporary_path(folder)
     temporary.mkdir()
     try:
-        for path, found in stored.items():
-            download(found.uri, temporary / path.name)
-        if not folder.exists():  # another process may have been as fast
-            os.rename(temporary, folder)
+        if not all(download(found.uri, temporary / path.name) for path, found in stored.items()):
+            return False  # removed there meanwhile
+        os.rename(temporary, folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was as fast
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return True

@@ -55,11 +55,12 @@ def adopt_run(run_folder: Path) -> None:
 
 
 def fetch_newer_run(run_folder: Path) -> None:
-    """Fetches complete checkpoints that are not here, and small files where the store's run has come further."""
-    stored = stored_below(run_folder)
+    """Fetches complete checkpoints newer than those here, and small files where the store's run has come further."""
+    stored, here = stored_below(run_folder), latest_checkpoint(run_folder)
     _fetch_newer_files(run_folder, stored)
     for folder in reversed(_complete_folders(run_folder, stored)):
-        fetch_checkpoint(folder)
+        if here is None or step_of(folder) > step_of(here):  # an older one that is not here was removed on purpose
+            fetch_checkpoint(folder)
 
 
 def fetch_run_files(run_folder: Path) -> None:

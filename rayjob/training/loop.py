@@ -13,31 +13,25 @@ it up before anything else, so that the finished run is the one that would have 
 
 import dataclasses
 import logging
-import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray.train
-import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.train import Checkpoint, CheckpointUploadMode
-from torch import Tensor
 
-from model.checkpoint import load_model
-from model.checkpoint_writer import remove_leftovers
-from model.llama import Llama
 from model.tokenizer import Tokenizer
 from rayjob.config import JobConfig
 from rayjob.corpus.blocks import Manifest
 from rayjob.lease import Fence
 from rayjob.store.runs import publish_run
 from rayjob.store.shared import check_shared
-from rayjob.training.attempt import Attempt, begin_attempt
+from rayjob.training.attempt import Attempt
 from rayjob.training.bad_numbers import BadSteps
-from rayjob.training.ddp import Parallel, wrap
+from rayjob.training.ddp import wrap
 from rayjob.training.evaluation import Evaluation, EvaluationAbandoned, evaluate
 from rayjob.training.failure import (
     forget_passed_errors,
@@ -50,18 +44,15 @@ from rayjob.training.feed import StepFeed, open_windows
 from rayjob.training.host_copy import restore_rng
 from rayjob.training.metrics import Spent
 from rayjob.training.notice import GaveWay, own_notice
-from rayjob.training.optimizer import build_optimizer, load_optimizer_tensors
 from rayjob.training.recorder import Recorder
-from rayjob.training.recovery import load_run, settle_checkpoints
 from rayjob.training.sample import draw_sample
 from rayjob.training.saver import SaveFailedError, Saver, SaverHooks
 from rayjob.training.saving import RunIdentity, RunState, state_document
 from rayjob.training.schedule import WindowOrder, learning_rate, max_steps
-from rayjob.training.step import Wishes, autocast, train_step
+from rayjob.training.start import begin_group_attempt, from_rank_0, set_up_device, settle_buckets, start_or_resume
+from rayjob.training.step import Wishes, train_step
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,9 +73,9 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     run_folder = task.config.run_folder
     _hide_reports_of_ray()
     check_shared(task.config)
-    device = _set_up_device(dist.get_world_size())
+    device = set_up_device(dist.get_world_size())
     # Rank 0 looks and tells the others, so that all do the same.
-    failed, group = _from_rank_0((has_failed(run_folder), uuid.uuid4().hex), device)
+    failed, group = from_rank_0((has_failed(run_folder), uuid.uuid4().hex), device)
     if failed:
         return
     rank = dist.get_rank()
@@ -114,11 +105,14 @@ class TrainWorker:
 
         self.tokenizer = Tokenizer.load(task.tokenizer_folder)
         manifest = Manifest.load(task.tokens_folder)
-        self.model, self.optimizer, self.state, rng = _start_or_resume(config, manifest, self.tokenizer, device)
-        attempt = _begin_attempt(task, self.state, device)
-        self.state = dataclasses.replace(self.state, run_id=attempt.run_id)
+        start = start_or_resume(config, RunIdentity.of(config, manifest.hash, self.tokenizer.hash), device)
+        if start.folder:
+            _report(start.folder if rank == 0 else None, start.state)
+        attempt = begin_group_attempt(config.run_folder, task.fence, start.state, device)
+        self.model, self.optimizer = start.model, start.optimizer
+        self.state = dataclasses.replace(start.state, run_id=attempt.run_id)
         self.ddp = wrap(self.model, config.train, device)
-        _settle_buckets(self.ddp, self.feed, self.precision)
+        settle_buckets(self.ddp, self.feed, self.precision)
         self.bad_steps = BadSteps(self.model, self.precision, config.failure.max_bad_steps)
         self.recorder = (
             Recorder(config, self.state, task.spent, n_workers, device, task.stop_signal, task.fence)
@@ -127,8 +121,8 @@ class TrainWorker:
         )
         self.saver = self._open_saver(attempt)
         # Last of all, for setting up may draw, and a resumed run sets up more often than the undisturbed one.
-        if rng:
-            restore_rng(rng, device)
+        if start.rng:
+            restore_rng(start.rng, device)
         else:
             torch.manual_seed(config.seed)
 
@@ -277,73 +271,10 @@ class TrainWorker:
         raise GaveWay(told)
 
 
-def _from_rank_0(mine: T, device: torch.device) -> T:
-    """Returns what rank 0 has, on all ranks."""
-    everyones = [mine]
-    dist.broadcast_object_list(everyones, device=device)
-    return everyones[0]
-
-
 def _hide_reports_of_ray() -> None:
     """Keeps Ray Train's line about every report of every worker off the console; its warnings stay."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(lambda record: record.levelno >= logging.WARNING or "/ray/train/" not in record.pathname)
-
-
-def _set_up_device(n_workers: int) -> torch.device:
-    device = ray.train.torch.get_device()
-    if device.type == "cpu":
-        # Workers of one machine share its cores; the sums of a step are reproducible for a fixed number of threads.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // n_workers))
-    return device
-
-
-def _start_or_resume(
-    config: JobConfig, manifest: Manifest, tokenizer: Tokenizer, device: torch.device
-) -> tuple[Llama, torch.optim.Optimizer, RunState, dict[str, Tensor]]:
-    """Returns the model, the optimizer, the state, and the saved states of random number generators, if any."""
-    identity = RunIdentity.of(config, manifest.hash, tokenizer.hash)
-    # Rank 0 looks and tells the others, so that all go on from the same folder.
-    folder = _from_rank_0(settle_checkpoints(config.run_folder) if dist.get_rank() == 0 else None, device)
-    if folder is None:
-        model = Llama(config.model)
-        model.init_weights(config.seed)
-        state = RunState(identity)
-        model.to(device)
-        return model, build_optimizer(model, config.optimizer), state, {}
-    tensors, state = load_run(folder, config.model, identity)
-    model = load_model(folder, device=str(device)).train()
-    optimizer = build_optimizer(model, config.optimizer)
-    if state.updates:
-        load_optimizer_tensors(model, optimizer, tensors, state.updates)
-    if dist.get_rank() == 0:
-        logger.warning("resuming from %s", folder)
-    _report(folder if dist.get_rank() == 0 else None, state)
-    return model, optimizer, state, {name: tensor for name, tensor in tensors.items() if name.startswith("rng.")}
-
-
-def _begin_attempt(task: TrainTask, state: RunState, device: torch.device) -> Attempt:
-    """Makes this worker group the one that writes the run, and removes what an earlier one left unfinished."""
-    begun = None
-    if dist.get_rank() == 0:
-        task.fence.check()
-        begun = begin_attempt(task.config.run_folder, state.step, state.run_id)
-        remove_leftovers(task.config.run_folder)
-    attempt = _from_rank_0(begun, device)
-    assert attempt is not None
-    return attempt
-
-
-def _settle_buckets(ddp: Parallel, feed: StepFeed, precision: torch.dtype) -> None:
-    """Lets DDP group its gradients before the first step.
-
-    DDP regroups them after its first backward, and the order of summation depends on the groups. Without this a
-    resumed run's first step would add in another order than the undisturbed run's.
-    """
-    with autocast(ddp.device, precision):  # as in a step: no other memory, and nothing compiled that no step uses
-        sums = ddp(*feed.padding())
-    sums.nats.backward()
-    ddp.zero_grad(set_to_none=True)
 
 
 def _report(folder: Path | None, state: RunState) -> None:
