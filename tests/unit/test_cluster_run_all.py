@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -75,6 +76,14 @@ def test_command_that_was_made_to_outlive_its_shell_does() -> None:
         os.kill(command, 0)  # it is still there
         os.kill(command, signal.SIGTERM)
         assert shell.communicate()[0] == "saving\nsaved\n"
+
+
+@pytest.fixture(autouse=True)
+def _hangups_are_heard() -> Iterator[None]:
+    """The suite itself may have been started by nohup, which its children would inherit, and understand."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(
