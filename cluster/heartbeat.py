@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cluster.product import Run
-from cluster.settings import Settings
+from cluster.settings import Settings, replace_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,8 @@ def heartbeat_path(settings: Settings, run: Run) -> Path:
 
 
 def write_heartbeat(path: Path, *, attempt: int, job_id: str | None, stage: str) -> None:
-    """Replaces the heartbeat whole, so that no reader ever sees half of one."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(asdict(Heartbeat(os.getpid(), attempt, job_id, stage, now))))
-    temporary.replace(path)
+    replace_json(path, asdict(Heartbeat(os.getpid(), attempt, job_id, stage, now)))
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.settings import MARKER
+from cluster.settings import MARKER, replace_json
 
 PROC = Path("/proc")
 
@@ -144,10 +144,7 @@ def wait_gone(processes: Iterable[Process], timeout_s: float) -> bool:
 
 def save_record(path: Path, processes: Iterable[Process], **facts: Any) -> None:
     """Notes started processes and what else the next call must know; replaces an old note whole."""
-    temporary = path.with_suffix(".new")
-    contents = {**facts, "processes": [asdict(process) for process in processes]}
-    temporary.write_text(json.dumps(contents, indent=1))
-    temporary.replace(path)
+    replace_json(path, {**facts, "processes": [asdict(process) for process in processes]})
 
 
 def load_record(path: Path) -> tuple[list[Process], dict[str, Any]]:

@@ -13,9 +13,7 @@ from typing import Any
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from cluster import head
-from cluster.settings import LOOPBACK, Settings, auth_headers
-
-ANSWER_TIMEOUT_S = 15
+from cluster.settings import ANSWER_TIMEOUT_S, LOOPBACK, Settings, auth_headers, replace_json
 
 
 class ServeClient(ServeSubmissionClient):
@@ -91,8 +89,5 @@ def load(settings: Settings) -> dict[str, Any] | None:
 def save(settings: Settings, config: dict[str, Any], this_head: str) -> None:
     """Replaces the note whole, if it says something else."""
     contents = {"head": this_head, "config": config}
-    if load(settings) == contents:
-        return
-    temporary = record_path(settings).with_suffix(".new")
-    temporary.write_text(json.dumps(contents))
-    temporary.replace(record_path(settings))
+    if load(settings) != contents:
+        replace_json(record_path(settings), contents)

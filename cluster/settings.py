@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_PORTS = {"RAY_PORT": 6379, "DASHBOARD_PORT": 8265, "SERVE_PORT": 8000, "MLFLOW_PORT": 5000}
@@ -16,6 +18,7 @@ LOOPBACK = "127.0.0.1"
 LONGEST_TEMP_PATH = 107 - 62
 # Every process that we start carries this variable, and its children inherit it, so that we know them again.
 MARKER = "RAYJOB_CLUSTER"
+ANSWER_TIMEOUT_S = 15  # for the dashboard, which may have lost its head
 STOP_WAIT_S = 60  # what a job gets to save its checkpoint before it is killed
 
 
@@ -133,6 +136,13 @@ def auth_headers(settings: Settings) -> dict[str, str]:
     Ray reads RAY_AUTH_MODE when it is imported, too early to be set by a program that uses it.
     """
     return {"Authorization": f"Bearer {settings.token_path.read_text()}"}
+
+
+def replace_json(path: Path, contents: Any) -> None:
+    """Replaces a file whole, so that no reader ever sees half of it."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(contents))
+    temporary.replace(path)
 
 
 def process_environment(settings: Settings, environment: Mapping[str, str], part: str) -> dict[str, str]:

@@ -25,12 +25,11 @@ from ray.job_submission import JobErrorType, JobStatus, JobSubmissionClient
 from cluster import head, processes
 from cluster.product import Run
 from cluster.restart_policy import End, Kind
-from cluster.settings import REPOSITORY, STOP_WAIT_S, Settings, auth_headers
+from cluster.settings import ANSWER_TIMEOUT_S, REPOSITORY, STOP_WAIT_S, Settings, auth_headers
 from cluster.upload import check_upload
 
 POLL_S = 0.25
 AGENT_TIMEOUT_S = 60
-ANSWER_TIMEOUT_S = 15
 RAY_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
 # How a driver ends that somebody or something killed; a shell in between would add 128 to the signal's number.

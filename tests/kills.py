@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 
 from model.checkpoint import list_checkpoints, load_model, load_trainer_state
+from rayjob.training.attempt import STARTS_FILE
 from rayjob.training.metrics import METRICS_FILE, MetricsRow, parse_line, read_metrics
 
-STARTS_FILE = "starts.jsonl"  # a line for each group of workers that has begun to train
 # What two runs of the same numbers may differ in: when and how fast, and so for how much.
 INCIDENTAL = {"wall_time", "elapsed_s", "tokens_per_s", "mfu_pct", "data_wait_pct", "cost_usd"}
 LIMIT_S = 240.0

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import psutil
 
 from cluster.settings import DEFAULT_PORTS, REPOSITORY
+from rayjob.training.attempt import STARTS_FILE
 from tests import kills
 from tests.e2e.test_run_all import Machine, free_ports, handles, write_books
 
@@ -138,15 +139,18 @@ class Soak:
             time.sleep(0.1)  # looking for processes takes a core
 
     def finish(self) -> int:
+        """Gives the command again until the run is done, and returns its exit code; no run needs that often."""
         assert self.command is not None
-        while (code := self.command.wait()) not in (0, 2):
+        for _ in range(5):
+            if (code := self.command.wait()) in (0, 2):
+                break
             self.start()
         return code
 
 
 def resumed_from(run_folder: Path) -> list[int]:
     """Returns the step that each worker group went on from."""
-    lines = (run_folder / kills.STARTS_FILE).read_text().splitlines()
+    lines = (run_folder / STARTS_FILE).read_text().splitlines()
     return [int(json.loads(line)["step"]) for line in lines]
 
 
@@ -192,8 +196,7 @@ def soak(machine: Machine, args: argparse.Namespace) -> dict[str, Any]:
     while len(soaking.done) < args.kills and time.monotonic() - begun_at_s < args.limit_s:
         soaking.kill_next()
     is_over = len(soaking.done) == args.kills
-    if is_over:
-        soaking.finish()
+    exit_code = soaking.finish() if is_over else None
     spent_s += time.monotonic() - killing_at_s
     clock.write_text(json.dumps(spent_s))
     folders = [machine.parts(name).run_folder for name in ("undisturbed", "killed")]
@@ -209,7 +212,8 @@ def soak(machine: Machine, args: argparse.Namespace) -> dict[str, Any]:
         "wall_s": round(spent_s, 1),
         "undisturbed_s": round(plain_s, 1),
         "overhead": round(spent_s / plain_s, 2),
-        "equal": None if found is None else found == [],
+        "exit_code": exit_code,
+        "equal": None if found is None else found == [] and exit_code == 0,
         "differences": (found or [])[:5],
     }
 
@@ -222,6 +226,8 @@ def main() -> None:
     parser.add_argument("--kinds", type=lambda text: text.split(","), help="of these only, separated by commas")
     parser.add_argument("--limit-s", type=float, default=3600.0)
     args = parser.parse_args()
+    if unknown := set(args.kinds or ()) - KINDS.keys():
+        parser.error(f"--kinds: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}.")
     with machine_in(args.folder.absolute()) as machine:
         verdict = soak(machine, args)
     print(json.dumps(verdict))

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from rayjob.training.metrics import MetricsRow, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -85,18 +83,6 @@ def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[bytes], lo
         assert process.poll() is None, f"the job ended: {log.read_text()[-3000:]}"
         assert time.monotonic() < deadline, f"nothing happened: {log.read_text()[-3000:]}"
         time.sleep(0.02)
-
-
-def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The Ray Train worker processes of a driver's local Ray, by rank."""
-    found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        try:
-            if "RayTrainWorker" in " ".join(child.cmdline()):
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
-    return sorted(found, key=lambda child: child.pid)
 
 
 def assert_tracked(job: Job, storage: Path) -> Any:

@@ -15,7 +15,8 @@ import pytest
 from model.checkpoint import list_checkpoints, load_trainer_state
 from rayjob.corpus.blocks import Manifest, token_stream
 from rayjob.training.schedule import WindowOrder
-from tests.integration.jobs import Job, wait_until, workers_of
+from tests import kills
+from tests.integration.jobs import Job, wait_until
 
 pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,8 +39,9 @@ def test_worker_told_to_go_and_worker_that_hangs_leave_the_run_as_the_undisturbe
 
     job = Job(corpus, storage, "disturbed", *SETTINGS)
     process = job.start()
+    parts = kills.Parts(lambda: kills.family(process.pid), job.run_folder)
     job.wait_for_step(25, process)
-    workers_of(process)[1].send_signal(signal.SIGTERM)
+    parts.workers()[1].send_signal(signal.SIGTERM)
     wait_until(lambda: "preemption notice" in job.log.read_text(), process, job.log)
     told = re.search(r"at step (\d+), saved step (\d+) in (\d+\.\d) s", job.log.read_text())
     assert told
@@ -49,7 +51,7 @@ def test_worker_told_to_go_and_worker_that_hangs_leave_the_run_as_the_undisturbe
 
     # All ranks stopped at that step: the next one goes on from there, and the failure budget is untouched.
     job.wait_for_step(int(told[2]) + 5, process)
-    hung = workers_of(process)[1]
+    hung = parts.workers()[1]
     hung.suspend()
     assert process.wait(timeout=240) == 0, job.log.read_text()[-3000:]
     log = job.log.read_text()

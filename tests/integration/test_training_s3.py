@@ -1,6 +1,5 @@
 """A run whose storage is an S3 server (moto's, on a loopback port); jobs are real ones with a Ray of their own."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -9,23 +8,22 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load
 
 from rayjob.__main__ import main
 from rayjob.store.address import mirror_of
 from rayjob.training.metrics import read_metrics
+from tests import kills
+from tests.integration.jobs import REPOSITORY, write_books
 from tests.ray_tasks import await_true
 from tests.s3_server import S3Server, running_server
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STORAGE = "s3://books/jobs"
 RUN = "books/jobs/runs/tiny"
 LAST = "step_00000040"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
 LIMIT_S = 300  # of one job; on a machine of its own it takes a tenth of it
-WORDS = "the old house stood by river and nobody knew who had lived there before war came again to valley".split()
 SETTINGS = """
     run_name=tiny data.source=text data.val_fraction=0.1 tokenizer.vocab_size=400
     model.d_model=32 model.n_layers=2 model.n_heads=4 model.n_kv_heads=2 model.d_ff=64 model.max_seq_len=32
@@ -46,13 +44,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> list[str]:
-    """Of a corpus of ten small books of words in another order each."""
-    folder = tmp_path / "books"
-    folder.mkdir()
-    for book in range(10):
-        words = [WORDS[(i * (book + 3) + i // 7) % len(WORDS)] for i in range(900)]
-        (folder / f"book_{book:02d}.txt").write_text(" ".join(words).capitalize() + ".\n")
-    return [*SETTINGS, f"data.paths=[{folder}]"]
+    return [*SETTINGS, f"data.paths=[{write_books(tmp_path / 'books', 10)}]"]
 
 
 @pytest.fixture
@@ -75,9 +67,7 @@ def start(settings: list[str], tmp_path: Path) -> Iterator[Callable[..., subproc
 def kill_all(process: subprocess.Popen[bytes]) -> None:
     """kill -9 of a job with its Ray and its workers."""
     if process.poll() is None:
-        for victim in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.kill()
+        kills.kill(kills.family(process.pid))
         process.wait()
 
 

@@ -80,6 +80,7 @@ def test_image_holds_what_it_needs_and_the_supported_python() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert packages | {"cluster", "pyproject.toml"} <= set(copied)
+    assert ".rayignore" in copied, "the upload of a job leaves out what it names"
     assert dockerfile("FROM") == ["python:3.11-slim"]
     assert run_all_words(dockerfile("RUN")[0]) == ["--help"]
 
