@@ -158,6 +158,7 @@ def process_environment(settings: Settings, environment: Mapping[str, str], part
         "RAY_ADDRESS": settings.ray_address,
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
         # Two fixed ports otherwise, so that a second cluster on the machine would log errors.
         "AUTOSCALER_METRIC_PORT": "0",
         "DASHBOARD_METRIC_PORT": "0",

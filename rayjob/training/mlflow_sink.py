@@ -61,6 +61,7 @@ class MlflowSink:
         # A server that is away must not hold the thread for MLflow's default of minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nothing about a run goes to anybody else
         from mlflow import MlflowClient
 
         if self._config.tracking.mlflow_uri is None:
