@@ -4,7 +4,7 @@ sources (hashed)          sources.py, demo.py, huggingface.py
   -> plan                 plans.py: drop copies and boilerplate, hold out validation, deal units of work
        documents          documents.py, dedup.py, split.py, catalog.py, units.py
        rows               rows.py, scan.py, repeats.py, stretches.py, row_catalog.py, row_units.py
-  -> tokenizer            words.py: <storage>/tokenizers/<hash>/, from the words of the training side only
+  -> tokenizer            vocabulary.py: <storage>/tokenizers/<hash>/, from the words of the training side only
   -> blocks               tokenize.py: <storage>/tokens/<hash>/, by Ray tasks
   -> corpus card          card.py: corpus.html and corpus.md beside the blocks
   -> manifest.json        blocks.py, last: without it nothing was prepared
@@ -19,14 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.tokenizer import (
-    CONFIG_FILE,
-    Tokenizer,
-    VocabularyTooLarge,
-    train_tokenizer,
-    train_tokenizer_from_counts,
-)
-from rayjob.atomic import new_folder, remove_temporary, write_atomically
+from model.tokenizer import CONFIG_FILE
+from rayjob.atomic import remove_temporary, write_atomically
 from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus.blocks import (
     MANIFEST_FILE,
@@ -39,24 +33,22 @@ from rayjob.corpus.blocks import (
 )
 from rayjob.corpus.card import write_card
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
-from rayjob.corpus.identity import Inputs, digest, explain_rebuild, tokenizer_inputs, tokens_inputs
+from rayjob.corpus.identity import digest, explain_rebuild, tokenizer_inputs, tokens_inputs
 from rayjob.corpus.manifest import build_manifest, with_windows
-from rayjob.corpus.plans import Plan, catalog_of, has_rows, make_plan, normalizer_of, obtain_sources, origin
+from rayjob.corpus.plans import Plan, catalog_of, has_rows, make_plan, obtain_sources, origin
 from rayjob.corpus.rows import inspect_files
 from rayjob.corpus.sizes import short_problems, size_bytes, size_problems, window_problems
 from rayjob.corpus.sources import Source, find_sources
 from rayjob.corpus.tasks import storage_error
 from rayjob.corpus.tokenize import Folders, write_blocks
 from rayjob.corpus.units import AnyUnit, plan_units
-from rayjob.corpus.words import count_words
+from rayjob.corpus.vocabulary import SMALL_CORPUS_BYTES, ensure_tokenizer, load_tokenizer
 from rayjob.lock import exclusive_after_wait
 from rayjob.store.fetch import fetch_folder, fetch_tree
 from rayjob.store.publish import publish_missing
 
 logger = logging.getLogger(__name__)
 
-# Up to this much text of whole documents the driver trains the tokenizer itself, in seconds, so that `check` can.
-SMALL_CORPUS_BYTES = 64 * 2**20
 REPEATS_FILE = "repeats.csv"
 
 
@@ -76,7 +68,7 @@ def find_prepared(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -
         tokenizer_folder = storage / "tokenizers" / digest(inputs)
         if not fetch_folder(tokenizer_folder, CONFIG_FILE):
             return None
-        inputs = tokens_inputs(inputs, _load_tokenizer(tokenizer_folder))
+        inputs = tokens_inputs(inputs, load_tokenizer(tokenizer_folder))
         tokens_folder = storage / "tokens" / digest(inputs)
         manifest = Manifest.load(tokens_folder)
     except (CorpusError, BlocksError):
@@ -167,9 +159,9 @@ def _prepare_locked(
     if problems := size_problems(plan.units, max_seq_len):
         raise CorpusError(problems)
     _stop_if(is_cancelled, "before training the tokenizer")
-    tokenizer_folder = _ensure_tokenizer(data, tokenizer, storage, inputs, plan.of("train"), is_cancelled)
+    tokenizer_folder = ensure_tokenizer(data, tokenizer, storage, inputs, plan.of("train"), is_cancelled)
     _stop_if(is_cancelled, "before tokenizing")
-    inputs = tokens_inputs(inputs, _load_tokenizer(tokenizer_folder))
+    inputs = tokens_inputs(inputs, load_tokenizer(tokenizer_folder))
     tokens_folder = storage / "tokens" / digest(inputs)
     for reason in explain_rebuild(storage, inputs):
         logger.info("%s", reason)
@@ -197,52 +189,9 @@ def _check_documents(
     problems = size_problems(units, max_seq_len)
     if not problems and size_bytes(train) <= SMALL_CORPUS_BYTES:
         inputs = tokenizer_inputs(data, tokenizer, sources)
-        folder = _ensure_tokenizer(data, tokenizer, storage, inputs, train, is_cancelled)
-        problems = short_problems(units, _load_tokenizer(folder), max_seq_len)
+        folder = ensure_tokenizer(data, tokenizer, storage, inputs, train, is_cancelled)
+        problems = short_problems(units, load_tokenizer(folder), max_seq_len)
     return problems
-
-
-def _ensure_tokenizer(
-    data: DataConfig,
-    config: TokenizerConfig,
-    storage: Path,
-    inputs: Inputs,
-    units: Sequence[AnyUnit],
-    is_cancelled: Callable[[], bool],
-) -> Path:
-    folder = storage / "tokenizers" / digest(inputs)
-    if fetch_folder(folder, CONFIG_FILE):
-        return folder
-    logger.info("training a tokenizer of %d pieces on %.1f MB", config.vocab_size, size_bytes(units) / 1e6)
-    normalizer = normalizer_of(data)
-    try:
-        if not has_rows(data) and size_bytes(units) <= SMALL_CORPUS_BYTES:
-            texts = (text.text for unit in units for text in unit.texts(normalizer))
-            model = train_tokenizer(texts, vocab_size=config.vocab_size, model_type=config.model_type)
-        else:
-            counts = count_words(units, storage / "cache" / "words", normalizer, is_cancelled)
-            model = train_tokenizer_from_counts(counts, vocab_size=config.vocab_size, model_type=config.model_type)
-    except VocabularyTooLarge as error:
-        raise CorpusError(
-            [
-                f"tokenizer.vocab_size={config.vocab_size} is too large for this corpus "
-                f"({size_bytes(units):,} bytes of training text): the largest possible is {error.largest}."
-            ]
-        ) from None
-    except CorpusError:
-        raise
-    except ValueError as error:  # too few pieces for the characters of the text, or nothing but white space
-        raise CorpusError([str(error)]) from error
-    with new_folder(folder) as fresh:
-        Tokenizer(model, normalizer).save(fresh)
-    return folder
-
-
-def _load_tokenizer(folder: Path) -> Tokenizer:
-    try:
-        return Tokenizer.load(folder)
-    except ValueError as error:
-        raise CorpusError([f"{error} Delete {folder}, then it is made anew."]) from error
 
 
 def _ensure_blocks(plan: Plan, folders: Folders, is_cancelled: Callable[[], bool]) -> dict[str, list[Block]]:
@@ -282,7 +231,7 @@ def _with_windows(prepared: PreparedCorpus, max_seq_len: int) -> PreparedCorpus:
 def _finish(prepared: PreparedCorpus) -> PreparedCorpus:
     """Writes the card and then the manifest, which makes the corpus complete."""
     if not window_problems(prepared.manifest, prepared.manifest.totals["max_seq_len"]):
-        write_card(prepared.tokens_folder, prepared.manifest, _load_tokenizer(prepared.tokenizer_folder))
+        write_card(prepared.tokens_folder, prepared.manifest, load_tokenizer(prepared.tokenizer_folder))
     _publish(prepared)
     prepared.manifest.save(prepared.tokens_folder)
     return prepared

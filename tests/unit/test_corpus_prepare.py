@@ -50,7 +50,7 @@ def test_tokenizer_learns_from_training_documents_only(
         seen.extend(texts)
         raise PrepareCancelled
 
-    monkeypatch.setattr("rayjob.corpus.prepare.train_tokenizer", train)
+    monkeypatch.setattr("rayjob.corpus.vocabulary.train_tokenizer", train)
     with pytest.raises(PrepareCancelled):
         check(config(books), VOCAB, tmp_path / "s", 64)
     assert 0 < len(seen) < 6
