@@ -18,7 +18,7 @@ from rayjob.training.schedule import WindowOrder
 from tests import kills
 from tests.integration.jobs import Job, wait_until
 
-pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEP_TIMEOUT_S = 6
 SETTINGS = [f"train.step_timeout_s={STEP_TIMEOUT_S}", "failure.max_failures=1", "tracking.tensorboard=false"]
