@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 
 from model.detokenize import detokenize
 
-_UNENCODABLE = re.compile("[\0\ud800-\udfff]")
+UNENCODABLE = re.compile("[\0\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Normalizer:
     def __call__(self, text: str) -> str:
         """Returns the text in the form that the module's docstring describes."""
         text = text.replace("\ufeff", "").replace("\r\n", "\n").replace("\r", "\n").replace("\u2581", "_")
-        if not _is_encodable(text):
-            text = _UNENCODABLE.sub("\ufffd", text)
+        if not is_encodable(text):
+            text = UNENCODABLE.sub("\ufffd", text)
         if self.lowercase:
             text = text.lower()
         return detokenize(text) if self.detokenize else text
@@ -68,7 +68,7 @@ class Normalizer:
         return Normalizer(**settings)
 
 
-def _is_encodable(text: str) -> bool:
+def is_encodable(text: str) -> bool:
     """Whether the text is without NUL and lone surrogates; a tenth of the time of a search for them."""
     try:
         text.encode()

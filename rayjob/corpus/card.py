@@ -54,7 +54,9 @@ def _sections(tokens_folder: Path, manifest: Manifest, tokenizer: Tokenizer) -> 
             "Most frequent removed lines", [("line", "times"), *((k, _number(n)) for k, n in removed.items())]
         )
     if manifest.warnings:
-        yield Section("Warnings", lines=manifest.warnings[:SHOWN_WARNINGS])
+        more = len(manifest.warnings) - SHOWN_WARNINGS
+        rest = [f"… and {more} more, all in manifest.json"] if more > 0 else []
+        yield Section("Warnings", lines=[*manifest.warnings[:SHOWN_WARNINGS], *rest])
     yield Section("Sample windows of training", quotes=_samples(tokens_folder, manifest, tokenizer))
 
 

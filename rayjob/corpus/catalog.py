@@ -41,12 +41,16 @@ class Stretch(NamedTuple):
 
 
 class SourceFacts(NamedTuple):
-    """What one file gave: documents found, their bytes as they stand, as normalised text, and those not UTF-8."""
+    """What one file gave: documents found, their bytes as they stand and as normalised text, and what was odd in them.
+
+    `invalid_bytes` and `replaced_chars` are those of `Oddities`.
+    """
 
     documents: int
     source_bytes: int
     text_bytes: int
     invalid_bytes: int
+    replaced_chars: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +124,12 @@ class _Scan(NamedTuple):
     fingerprints: list[Fingerprint]
     source_facts: list[SourceFacts]
     empty: list[str]  # ids of documents without text
+    invalid_lines: dict[Source, int | None]  # the first odd lines of sources that have any
+    replaced_lines: dict[Source, int | None]
 
 
 def _scan(sources: tuple[Source, ...], settings: CatalogSettings, is_cancelled: Callable[[], bool]) -> _Scan:
-    scan = _Scan([], [], [], [])
+    scan = _Scan([], [], [], [], {}, {})
     problems = []
     for source in sources:
         if is_cancelled():
@@ -138,18 +144,23 @@ def _scan(sources: tuple[Source, ...], settings: CatalogSettings, is_cancelled: 
 
 
 def _scan_one(source: Source, settings: CatalogSettings, scan: _Scan) -> SourceFacts:
-    documents = source_bytes = text_bytes = invalid_bytes = 0
-    for document, text, invalid in scan_source(source, settings.normalizer, settings.text_column):
+    documents = source_bytes = text_bytes = invalid_bytes = replaced_chars = 0
+    for document, text, odd in scan_source(source, settings.normalizer, settings.text_column):
         documents += 1
         source_bytes += document.end_byte - document.first_byte
         text_bytes += document.bytes
-        invalid_bytes += invalid
+        invalid_bytes += odd.invalid_bytes
+        replaced_chars += odd.replaced_chars
+        if odd.invalid_bytes:
+            scan.invalid_lines.setdefault(source, odd.invalid_line)
+        if odd.replaced_chars:
+            scan.replaced_lines.setdefault(source, odd.replaced_line)
         if text.strip():
             scan.documents.append(document)
             scan.fingerprints.append(fingerprint(text))
         else:
             scan.empty.append(document.doc_id)
-    return SourceFacts(documents, source_bytes, text_bytes, invalid_bytes)
+    return SourceFacts(documents, source_bytes, text_bytes, invalid_bytes, replaced_chars)
 
 
 def _find_copies(scan: _Scan) -> list[Copy]:
@@ -183,9 +194,14 @@ def _warnings(sources: tuple[Source, ...], scan: _Scan, copies: Sequence[Copy]) 
     ids = [document.doc_id for document in scan.documents]
     facts = list(zip(sources, scan.source_facts, strict=True))
     yield from some_of(
-        f"{source.name}: {fact.invalid_bytes} bytes are not UTF-8 and were read as Windows-1252."
+        invalid_warning(source.name, fact.invalid_bytes, f"line {scan.invalid_lines[source]}")
         for source, fact in facts
         if fact.invalid_bytes
+    )
+    yield from some_of(
+        replaced_warning(source.name, fact.replaced_chars, f"line {scan.replaced_lines[source]}")
+        for source, fact in facts
+        if fact.replaced_chars
     )
     yield from some_of(f"{doc_id} is empty and was left out." for doc_id in scan.empty)
     yield from some_of(f"{source.name} holds no document." for source, fact in facts if not fact.documents)
@@ -204,6 +220,16 @@ def _describe_copy(copy: Copy, ids: Sequence[str]) -> str:
         f"{ids[copy.copy]} was left out: {copy.share:.0%} of its long sentences stand in earlier documents, "
         f"most of them in {ids[copy.original]}."
     )
+
+
+def invalid_warning(name: str, n_bytes: int, place: str) -> str:
+    """Tells of bytes that were read by the rule of `documents.py`."""
+    return f"{name}: {n_bytes} bytes are not UTF-8, the first in {place}, and were read as Windows-1252 or U+FFFD."
+
+
+def replaced_warning(name: str, n_chars: int, place: str) -> str:
+    """Tells of characters that the normaliser replaces."""
+    return f"{name}: {n_chars} characters are NUL or lone surrogates, the first in {place}, and became U+FFFD."
 
 
 def some_of(sentences: Iterable[str]) -> Iterator[str]:

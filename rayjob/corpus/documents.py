@@ -2,7 +2,8 @@
 
 Bytes: a file that begins with a UTF-16 byte-order mark is UTF-16, everything else is UTF-8. A byte that is
 not valid UTF-8 is read on its own as Windows-1252, the usual origin of such bytes, or becomes U+FFFD where
-that code page has no character; such bytes are counted. Line ends, marks and NUL are the normaliser's.
+that code page has no character; the three bytes of a lone surrogate become one U+FFFD. Such bytes are counted.
+Line ends, marks and NUL are the normaliser's; NUL is counted here.
 """
 
 import codecs
@@ -16,16 +17,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, NamedTuple, cast
 
-from model.normalizer import Normalizer
+from model.normalizer import UNENCODABLE, Normalizer, is_encodable
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.files import open_binary, sha256_of
 from rayjob.corpus.sources import Source, is_packed
 
+# Of all that is kept on storage: raise it when the rules for cleaning, copies, the split or the blocks change.
+FORMAT = 3
+
 # At most 1 MiB of UTF-8, so that a block fills up well whatever the length of its documents.
 PIECE_CHARS = 2**18
 
+UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 ESCAPED = re.compile("[\udc80-\udcff]")  # how Python marks a byte that is not UTF-8
+SURROGATE = re.compile("\udced[\udca0-\udcbf][\udc80-\udcbf]")  # its three bytes, escaped so
 WINDOWS_1252 = {0xDC00 + byte: bytes([byte]).decode("cp1252", "replace") for byte in range(0x80, 0x100)}
 
 
@@ -62,17 +68,30 @@ class Document:
     pieces: tuple[Piece, ...]
 
 
+class Oddities(NamedTuple):
+    """What a document holds that no text should, and the line of its file that has the first of each kind.
+
+    Attributes:
+        invalid_bytes: not valid in the file's encoding. replaced_chars: NUL and lone surrogates.
+    """
+
+    invalid_bytes: int
+    replaced_chars: int
+    invalid_line: int | None
+    replaced_line: int | None
+
+
 class ScannedDocument(NamedTuple):
-    """A document with its normalised text and the number of its bytes that were not UTF-8."""
+    """A document with its normalised text and what was odd about it."""
 
     document: Document
     text: str
-    invalid_bytes: int
+    odd: Oddities
 
 
 def decode_bytes(data: bytes) -> tuple[str, int]:
     """The text of `data` by the rule above, and how many of its bytes were not valid."""
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if data.startswith(UTF_16_MARKS):
         text = data.decode("utf-16", "replace")
         return text, text.count(REPLACEMENT)
     return decode_utf8(data)
@@ -82,7 +101,7 @@ def decode_utf8(data: bytes) -> tuple[str, int]:
     """The text of UTF-8 bytes, odd ones read by the rule above, and how many were odd."""
     text = data.decode("utf-8", "surrogateescape")
     invalid = sum(1 for _ in ESCAPED.finditer(text))
-    return (text.translate(WINDOWS_1252) if invalid else text), invalid
+    return (SURROGATE.sub(REPLACEMENT, text).translate(WINDOWS_1252) if invalid else text), invalid
 
 
 def scan_source(source: Source, normalizer: Normalizer, text_column: str) -> Iterator[ScannedDocument]:
@@ -94,7 +113,8 @@ def scan_source(source: Source, normalizer: Normalizer, text_column: str) -> Ite
     content = _read_source(source)
     if not source.has_rows:
         text, invalid = decode_bytes(content)
-        yield _describe(source.name, source.path, (0, len(content)), None, normalizer(text), invalid)
+        odd = _oddities_of_file(content, text, invalid)
+        yield _describe(source.name, source.path, (0, len(content)), None, normalizer(text), odd)
         return
     first = 0
     for number, line in enumerate(content.splitlines(keepends=True), start=1):
@@ -102,7 +122,8 @@ def scan_source(source: Source, normalizer: Normalizer, text_column: str) -> Ite
         if line.strip():
             text, invalid = _parse_line(line, text_column, f"{source.name}:{number}")
             doc_id = f"{source.name}:{number}"
-            yield _describe(doc_id, source.path, (first, end), text_column, normalizer(text), invalid)
+            odd = Oddities(invalid, _count_replaced(text), number, number)
+            yield _describe(doc_id, source.path, (first, end), text_column, normalizer(text), odd)
         first = end
 
 
@@ -187,10 +208,33 @@ def _parse_line(line: bytes, field: str, where: str) -> tuple[str, int]:
     return value, invalid
 
 
+def _oddities_of_file(content: bytes, text: str, invalid_bytes: int) -> Oddities:
+    replaced_chars = _count_replaced(text)
+    replaced = UNENCODABLE.search(text) if replaced_chars else None
+    return Oddities(
+        invalid_bytes,
+        replaced_chars,
+        _line_of_invalid(content, text) if invalid_bytes else None,
+        text.count("\n", 0, replaced.start()) + 1 if replaced else None,
+    )
+
+
+def _line_of_invalid(content: bytes, text: str) -> int:
+    if content.startswith(UTF_16_MARKS):
+        return text.count("\n", 0, text.index(REPLACEMENT)) + 1
+    escaped = ESCAPED.search(content.decode("utf-8", "surrogateescape"))
+    assert escaped is not None  # it was counted
+    return escaped.string.count("\n", 0, escaped.start()) + 1
+
+
+def _count_replaced(text: str) -> int:
+    return 0 if is_encodable(text) else len(UNENCODABLE.findall(text))
+
+
 def _describe(
-    doc_id: str, path: str, span: tuple[int, int], field: str | None, text: str, invalid_bytes: int
+    doc_id: str, path: str, span: tuple[int, int], field: str | None, text: str, odd: Oddities
 ) -> ScannedDocument:
     encoded = text.encode()
     digest = hashlib.sha256(encoded).hexdigest()
     document = Document(doc_id, path, *span, field, digest, len(encoded), len(text), cut_pieces(text))
-    return ScannedDocument(document, text, invalid_bytes)
+    return ScannedDocument(document, text, odd)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayjob.corpus.blocks import SPLITS
-from rayjob.corpus.catalog import Catalog, Stretch, some_of
+from rayjob.corpus.catalog import Catalog, Stretch, invalid_warning, replaced_warning, some_of
 from rayjob.corpus.row_catalog import RowCatalog
 from rayjob.corpus.row_units import RowUnit
 from rayjob.corpus.scan import BOILERPLATE, DUPLICATE, EMPTY, TRAIN, VAL
@@ -19,6 +19,7 @@ from rayjob.corpus.sources import Source
 
 REMOVED_LINES = 20  # most frequent boilerplate lines that the manifest names
 N_STATES = 5
+SOURCE_COUNTS = "rows", "source_bytes", "invalid_bytes", "replaced_chars"
 
 
 class CorpusFacts(NamedTuple):
@@ -77,9 +78,10 @@ def row_facts(sources: Sequence[Source], catalog: RowCatalog, units: Sequence[Ro
         lines.update(part.boilerplate)
         buckets.update(_buckets(part.bytes[states <= VAL]))
         count = by_source[rows.source]
-        count.update(rows=len(states), invalid_bytes=part.invalid_bytes)
+        count.update(rows=len(states), invalid_bytes=part.invalid_bytes, replaced_chars=part.replaced_chars)
         count.update(empty=int(np.count_nonzero(states == EMPTY)), source_bytes=int(part.bytes.sum(dtype=np.int64)))
-        for kind, row in (("invalid", part.invalid_row), ("empty", part.empty_row)):
+        odd_rows = (("invalid", part.invalid_row), ("replaced", part.replaced_row), ("empty", part.empty_row))
+        for kind, row in odd_rows:
             if row is not None:
                 first_seen.setdefault((rows.source, kind), row)
     statistics = {
@@ -87,8 +89,7 @@ def row_facts(sources: Sequence[Source], catalog: RowCatalog, units: Sequence[Ro
         "removed_lines": dict(sorted(lines.items(), key=lambda line: (-line[1], line[0]))[:REMOVED_LINES]),
     }
     described = [
-        {**s.identity(), **{name: by_source[s][name] for name in ("rows", "source_bytes", "invalid_bytes")}}
-        for s in sources
+        {**source.identity(), **{name: by_source[source][name] for name in SOURCE_COUNTS}} for source in sources
     ]
     warnings = list(_row_warnings(by_source, first_seen))
     return CorpusFacts(
@@ -129,10 +130,14 @@ def _row_totals(n_rows: npt.NDArray[np.int64], n_bytes: npt.NDArray[np.int64]) -
 def _row_warnings(by_source: dict[Source, Counter[str]], first_seen: dict[tuple[Source, str], int]) -> Iterator[str]:
     yield from some_of(f"{source.name} holds no rows." for source, count in by_source.items() if not count["rows"])
     yield from some_of(
-        f"{source.name}: {count['invalid_bytes']} bytes are not UTF-8, the first in row "
-        f"{first_seen[source, 'invalid']}, and were read as Windows-1252."
+        invalid_warning(source.name, count["invalid_bytes"], f"row {first_seen[source, 'invalid']}")
         for source, count in by_source.items()
         if count["invalid_bytes"]
+    )
+    yield from some_of(
+        replaced_warning(source.name, count["replaced_chars"], f"row {first_seen[source, 'replaced']}")
+        for source, count in by_source.items()
+        if count["replaced_chars"]
     )
     yield from some_of(
         f"{source.name}: {count['empty']} rows are null or blank, the first is row {first_seen[source, 'empty']}; "

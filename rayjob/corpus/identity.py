@@ -17,14 +17,12 @@ from model.tokenizer import Tokenizer
 from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus.blocks import BlocksError, Manifest
 from rayjob.corpus.boilerplate import PATTERN
-from rayjob.corpus.documents import PIECE_CHARS
+from rayjob.corpus.documents import FORMAT, PIECE_CHARS
 from rayjob.corpus.repeats import REPEAT_ROWS
 from rayjob.corpus.rows import RANGE_BYTES
 from rayjob.corpus.sources import ROW_SOURCES, Source
 from rayjob.corpus.stretches import MEAN_ROWS
 from rayjob.corpus.units import BLOCK_BYTES
-
-FORMAT = 2  # raise it when the rules for cleaning, copies, the split or the blocks change
 
 ROW_RULES = {
     "boilerplate": hashlib.sha256(PATTERN.encode()).hexdigest()[:16],

@@ -130,6 +130,8 @@ def _inspect(source: Source, text_column: str, doc_column: str | None) -> RowFil
 def _column_problem(schema: pa.Schema, key: str, column: str) -> str | None:
     if column not in schema.names:
         return f"there is no column {column!r} (data.{key}); it has {', '.join(map(repr, schema.names))}."
+    if schema.names.count(column) > 1:
+        return f"there are several columns {column!r} (data.{key}); rename all but one."
     kind = schema.field(column).type
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if _is_text(value) or (key == "doc_column" and pa.types.is_integer(value)):
@@ -139,7 +141,8 @@ def _column_problem(schema: pa.Schema, key: str, column: str) -> str | None:
 
 def _is_text(kind: pa.DataType) -> bool:
     types = pa.types
-    return any(is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_binary))
+    kinds = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
+    return any(is_kind(kind) for is_kind in kinds)
 
 
 def _leaf_index(parquet: pq.ParquetFile, column: str) -> int:

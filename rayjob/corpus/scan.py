@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rayjob.corpus.boilerplate import PATTERN, find_boilerplate
-from rayjob.corpus.documents import decode_utf8
+from rayjob.corpus.documents import FORMAT, decode_utf8
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.rows import RowRange, read_column
@@ -40,7 +40,7 @@ class ScanSettings(NamedTuple):
     folder: str
 
     def part_path(self, rows: RowRange) -> Path:
-        key = [rows.source.sha256, rows.first, rows.end, self.text_column, self.doc_column, PATTERN]
+        key = [FORMAT, rows.source.sha256, rows.first, rows.end, self.text_column, self.doc_column, PATTERN]
         return Path(self.folder) / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.parquet"
 
 
@@ -54,6 +54,7 @@ class ScanPart(NamedTuple):
         documents: (row in the range, document) where a document starts; empty without a doc_column. The first row of
             the range is always among them.
         invalid_bytes: that were not UTF-8. invalid_row: the first row with one, counted in the file.
+        replaced_chars: NUL; a lone surrogate is not UTF-8. replaced_row: the first row with one.
         empty_row: the first row that is null or blank, counted in the file.
         boilerplate: the most frequent boilerplate lines.
     """
@@ -64,6 +65,8 @@ class ScanPart(NamedTuple):
     documents: list[tuple[int, str]]
     invalid_bytes: int
     invalid_row: int | None
+    replaced_chars: int
+    replaced_row: int | None
     empty_row: int | None
     boilerplate: dict[str, int]
 
@@ -124,12 +127,14 @@ def _scan_range(rows: RowRange, settings: ScanSettings) -> int:
     if not batches or sum(len(batch.hashes) for batch in batches) != rows.end - rows.first:
         raise CorpusError([f"{rows.source.path}: {rows.where} are not all there: it changed or is damaged."])
     sizes, states = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("bytes", "states"))
-    bad_rows = np.concatenate([batch.invalid_bytes for batch in batches])
+    bad_rows, nul_rows = (np.concatenate([getattr(b, name) for b in batches]) for name in ("invalid_bytes", "nuls"))
     lines: Counter[str] = sum((batch.boilerplate for batch in batches), Counter())
     facts = {
         "documents": _document_starts(rows, settings.doc_column),
         "invalid_bytes": int(bad_rows.sum()),
         "invalid_row": _first_row(rows, bad_rows > 0),
+        "replaced_chars": int(nul_rows.sum()),
+        "replaced_row": _first_row(rows, nul_rows > 0),
         "empty_row": _first_row(rows, states == EMPTY),
         # Ties in the order of lines: the order of reading must not decide what is kept.
         "boilerplate": dict(sorted(lines.items(), key=lambda line: (-line[1], line[0]))[:MOST_FREQUENT_LINES]),
@@ -144,6 +149,7 @@ class _Batch(NamedTuple):
     bytes: npt.NDArray[np.uint32]
     states: npt.NDArray[np.uint8]
     invalid_bytes: npt.NDArray[np.int64]
+    nuls: npt.NDArray[np.int64]
     boilerplate: Counter[str]
 
 
@@ -154,7 +160,8 @@ def _scan_batch(values: pa.Array) -> _Batch:
     states = np.where(is_empty, EMPTY, np.where(is_boilerplate, BOILERPLATE, TRAIN)).astype(np.uint8)
     sizes = np.fromiter(map(len, rows), dtype=np.uint32, count=len(rows)) + np.uint32(1)
     lines = Counter(decode_utf8(rows[index])[0].strip() for index in np.flatnonzero(states == BOILERPLATE))
-    return _Batch(hash_rows(rows), sizes, states, _invalid_bytes(rows), lines)
+    nuls = np.fromiter((row.count(b"\0") for row in rows), dtype=np.int64, count=len(rows))
+    return _Batch(hash_rows(rows), sizes, states, _invalid_bytes(rows), nuls, lines)
 
 
 def _invalid_bytes(rows: Sequence[bytes]) -> npt.NDArray[np.int64]:

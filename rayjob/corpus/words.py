@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from model.normalizer import Normalizer
+from rayjob.corpus.documents import FORMAT
 from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.text import Text
@@ -71,7 +72,8 @@ def split_words(texts: Iterator[Text]) -> Words:
 
 def words_path(folder: Path, unit: AnyUnit, normalizer: Normalizer) -> Path:
     """Where the words of a unit lie; their counts lie beside them."""
-    key = hashlib.sha256(f"{unit.content_hash} {normalizer.to_json()}".encode()).hexdigest()[:32]
+    # The format too: a normaliser with the same settings and other rules gives other words.
+    key = hashlib.sha256(f"{FORMAT} {unit.content_hash} {normalizer.to_json()}".encode()).hexdigest()[:32]
     return folder / f"{key}.words.parquet"
 
 

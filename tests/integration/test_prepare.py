@@ -238,7 +238,10 @@ def test_odd_files_are_counted_named_and_the_rest_is_used(tmp_path: Path, books:
     assert manifest.totals["rows_empty"] == 1
     assert "empty.txt is empty and was left out." in manifest.warnings
     assert "tiny.txt is only 10 bytes long." in manifest.warnings
-    assert "latin.txt: 60 bytes are not UTF-8 and were read as Windows-1252." in manifest.warnings
+    assert (
+        "latin.txt: 60 bytes are not UTF-8, the first in line 1, and were read as Windows-1252 or U+FFFD."
+        in manifest.warnings
+    )
     [latin] = [source for source in manifest.sources if source["name"] == "latin.txt"]
     assert latin["invalid_bytes"] == 60
 

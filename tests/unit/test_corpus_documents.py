@@ -44,6 +44,10 @@ def test_byte_without_a_windows_1252_character_becomes_the_replacement_character
     assert decode_bytes(b"a\x81b") == ("a\N{REPLACEMENT CHARACTER}b", 1)
 
 
+def test_lone_surrogate_is_one_replacement_character() -> None:
+    assert decode_bytes(b"a \xed\xa0\x80 \xed\xbf\xbfb") == ("a \ufffd \ufffdb", 6)
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
 def test_utf16_with_a_byte_order_mark_is_read(encoding: str) -> None:
     mark = b"" if encoding == "utf-16" else b"\xfe\xff"
@@ -78,7 +82,7 @@ def test_the_forms_of_a_text_give_the_same_document(tmp_path: Path) -> None:
 def test_lines_of_jsonl_are_documents_with_their_line_number(tmp_path: Path) -> None:
     rows = b'\xef\xbb\xbf{"text": "first\\nline"}\n\n{"n": 1, "text": "caf\xe9"}\r\n{"text": "no end of line"}'
     scanned = list(scan_source(source(tmp_path, "rows.jsonl", rows), PLAIN, "text"))
-    assert [(one.document.doc_id, one.text, one.invalid_bytes) for one in scanned] == [
+    assert [(one.document.doc_id, one.text, one.odd.invalid_bytes) for one in scanned] == [
         ("rows.jsonl:1", "first\nline", 0),
         ("rows.jsonl:3", "café", 1),
         ("rows.jsonl:4", "no end of line", 0),

@@ -166,11 +166,15 @@ def test_odd_bytes_in_a_row_are_counted_with_their_place_and_read(tmp_path: Path
     rows_of = [row.encode() for row in sentences(1, 1_000)]
     rows_of[123] = "café ".encode("cp1252") + b"\0 \xed\xa0\x80 \xef\xbb\xbfx\r\ny"
     catalog = catalog_of(tmp_path, write(tmp_path, "a.parquet", text=pa.array(rows_of, pa.binary())))
-    [warning] = facts_of(catalog).warnings
-    assert warning == "a.parquet: 4 bytes are not UTF-8, the first in row 123, and were read as Windows-1252."
+    facts = facts_of(catalog)
+    assert facts.warnings == [
+        "a.parquet: 4 bytes are not UTF-8, the first in row 123, and were read as Windows-1252 or U+FFFD.",
+        "a.parquet: 1 characters are NUL or lone surrogates, the first in row 123, and became U+FFFD.",
+    ]
+    assert facts.sources[0]["replaced_chars"] == 1
     units = plan_row_units(catalog)
     everything = "\n".join(lines(units, "train") + lines(units, "val"))
-    assert "café \ufffd í" in everything
+    assert "café \ufffd \ufffd x" in everything
     assert "x\ny" in everything
     assert "\r" not in everything
 

@@ -67,6 +67,7 @@ def test_row_of_fifty_megabytes_is_read(tmp_path: Path) -> None:
         pa.array(["a", None, "b"]),
         pa.array(["a", None, "b"], pa.large_string()),
         pa.array([b"a", None, b"b"], pa.binary()),
+        pa.array([b"a", None, b"b"], pa.large_binary()),
         pa.array(["a", None, "b"]).dictionary_encode(),
     ],
 )
@@ -100,6 +101,13 @@ def test_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
     [text, doc] = problems_of(write(tmp_path / "a.parquet", ["x"]), text_column="sentence", doc_column="title")
     assert "there is no column 'sentence' (data.text_column); it has 'text'" in text
     assert "'title' (data.doc_column)" in doc
+
+
+def test_column_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "a.parquet")
+    [problem] = problems_of(source(tmp_path / "a.parquet"))
+    assert "several columns 'text' (data.text_column)" in problem
 
 
 def test_column_of_another_type_is_named_with_its_type(tmp_path: Path) -> None:

@@ -113,6 +113,15 @@ def test_kept_counts_add_up(least_waiting_words: int, tmp_path: Path, monkeypatc
     assert count_kept(units, tmp_path, normalizer, lambda: False) == expected
 
 
+def test_words_of_other_rules_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = RowUnit("train", 0, "text", ())
+    normalizer = Normalizer(detokenize=True, lowercase=True)
+    before = words_path(tmp_path, unit, normalizer)
+    assert words_path(tmp_path, unit, normalizer) == before
+    monkeypatch.setattr("rayjob.corpus.words.FORMAT", -1)
+    assert words_path(tmp_path, unit, normalizer) != before
+
+
 def test_words_that_were_half_written_are_absent(tmp_path: Path) -> None:
     path = tmp_path / "key.words.parquet"
     assert load_words(path) is None
