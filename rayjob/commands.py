@@ -20,7 +20,7 @@ from rayjob.connection import ConnectCancelled, connect
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.errors import PrepareCancelled
 from rayjob.corpus.lookup import find_window
-from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared
+from rayjob.corpus.prepare import PreparedCorpus, check, find_prepared, find_without_sources
 from rayjob.corpus.prepare import prepare as prepare_corpus
 from rayjob.evaluate import evaluate_split, evaluate_texts
 from rayjob.lease import Fence, hold_run
@@ -189,9 +189,11 @@ def show_windows(config: JobConfig, split: str, windows: Sequence[int]) -> list[
     """Returns, for each window id of a split, its documents and their text in it.
 
     Raises:
-        ConfigError: the corpus is not prepared, or there is no such window.
+        ConfigError: no id is given, the corpus is not prepared, or there is no such window.
     """
-    corpus = _prepared_corpus(config, "run `prepare`")
+    if not windows:
+        raise ConfigError(["no window id is given: expected at least one whole number."])
+    corpus = _corpus_to_show(config)
     T = config.model.max_seq_len
     n = n_windows(corpus.manifest.split(split).tokens, T)
     problems = [
@@ -207,6 +209,17 @@ def show_windows(config: JobConfig, split: str, windows: Sequence[int]) -> list[
         parts = find_window(corpus.tokens_folder, corpus.manifest, tokenizer, split, window, T)
         found.append({"window": window, "split": split, "parts": [part._asdict() for part in parts]})
     return found
+
+
+def _corpus_to_show(config: JobConfig) -> PreparedCorpus:
+    try:
+        return _prepared_corpus(config, "run `prepare`")
+    except ConfigError:
+        corpus = find_without_sources(config.data, config.tokenizer, config.storage_folder)
+        if corpus is None:
+            raise
+        logger.warning("the sources are gone or have changed: showing %s as it was prepared.", corpus.tokens_folder)
+        return corpus
 
 
 def show_config(config: JobConfig) -> dict[str, Any]:

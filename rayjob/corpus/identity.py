@@ -59,6 +59,17 @@ def tokens_inputs(inputs: Inputs, tokenizer: Tokenizer) -> Inputs:
     return inputs | {"tokenizer_hash": tokenizer.hash, "piece_chars": PIECE_CHARS, "block_bytes": BLOCK_BYTES}
 
 
+def inputs_of_tokenizer(inputs: Inputs) -> Inputs:
+    """The way back from `tokens_inputs`."""
+    return {key: value for key, value in inputs.items() if key not in ("tokenizer_hash", "piece_chars", "block_bytes")}
+
+
+def have_same_settings(inputs: Inputs, others: Inputs) -> bool:
+    """Whether inputs of two tokenizers differ in nothing but the sources."""
+    of_sources = ("sources", "text_column")
+    return all(inputs.get(key) == others.get(key) for key in inputs.keys() | others if key not in of_sources)
+
+
 def digest(inputs: Inputs) -> str:
     """Folder name for inputs: 16 hex digits."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]

@@ -15,7 +15,7 @@ sources (hashed)          sources.py, demo.py, huggingface.py
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,14 @@ from rayjob.corpus.blocks import (
 )
 from rayjob.corpus.card import write_card
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
-from rayjob.corpus.identity import digest, explain_rebuild, tokenizer_inputs, tokens_inputs
+from rayjob.corpus.identity import (
+    digest,
+    explain_rebuild,
+    have_same_settings,
+    inputs_of_tokenizer,
+    tokenizer_inputs,
+    tokens_inputs,
+)
 from rayjob.corpus.manifest import build_manifest, with_windows
 from rayjob.corpus.plans import Plan, catalog_of, has_rows, make_plan, obtain_sources, origin
 from rayjob.corpus.rows import inspect_files
@@ -76,6 +83,19 @@ def find_prepared(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -
     if missing_blocks(tokens_folder, manifest):
         return None
     return PreparedCorpus(tokenizer_folder, tokens_folder, manifest)
+
+
+def find_without_sources(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -> PreparedCorpus | None:
+    """The newest finished corpus for these settings from its manifest alone, whatever has become of its sources."""
+    wanted = tokenizer_inputs(data, tokenizer, ())
+    paths = (storage / "tokens").glob(f"*/{MANIFEST_FILE}")
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        with suppress(BlocksError):  # a damaged one is as good as none
+            manifest = Manifest.load(path.parent)
+            inputs = inputs_of_tokenizer(manifest.inputs)
+            if have_same_settings(inputs, wanted):
+                return PreparedCorpus(storage / "tokenizers" / digest(inputs), path.parent, manifest)
+    return None
 
 
 def check(

@@ -156,3 +156,5 @@ def test_window_of_a_corpus_that_is_not_prepared_is_refused(tmp_path: Path, caps
     assert "not prepared: run `prepare`" in capsys.readouterr().err
     assert main(["show-window", *settings, "5x"]) == 2
     assert "'5x' is no window id" in capsys.readouterr().err
+    assert main(["show-window", *settings]) == 2
+    assert "no window id is given" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`check`, `find_prepared` and `prepare` as far as they need no Ray."""
 
 import random
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 from model.tokenizer import Tokenizer
 from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus import demo
+from rayjob.corpus.blocks import Manifest, SplitTotals
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
-from rayjob.corpus.prepare import check, find_prepared, prepare
+from rayjob.corpus.identity import digest, tokenizer_inputs, tokens_inputs
+from rayjob.corpus.prepare import check, find_prepared, find_without_sources, prepare
+from rayjob.corpus.sources import find_sources
 
 VOCAB = TokenizerConfig(vocab_size=400)
 
@@ -55,6 +59,24 @@ def test_tokenizer_learns_from_training_documents_only(
         check(config(books), VOCAB, tmp_path / "s", 64)
     assert 0 < len(seen) < 6
     assert set(seen) < {book(seed) for seed in range(6)}
+
+
+def test_prepared_corpus_is_found_by_its_settings_when_its_sources_are_gone(tmp_path: Path, books: Path) -> None:
+    storage = tmp_path / "s"
+    assert check(config(books), VOCAB, storage, 64) == []
+    [tokenizer_folder] = (storage / "tokenizers").iterdir()
+    inputs = tokenizer_inputs(config(books), VOCAB, find_sources(config(books), storage))
+    inputs = tokens_inputs(inputs, Tokenizer.load(tokenizer_folder))
+    side = SplitTotals(0, 0, 0, 0, 0, "", [])
+    manifest = Manifest(digest(inputs), inputs, "t", "uint16", [], {}, side, side, {}, {}, [])
+    manifest.save(storage / "tokens" / manifest.hash)
+    shutil.rmtree(books)
+    assert find_prepared(config(books), VOCAB, storage) is None
+    found = find_without_sources(config(books), VOCAB, storage)
+    assert found is not None
+    assert (found.tokenizer_folder, found.manifest) == (tokenizer_folder, manifest)
+    assert find_without_sources(config(books), TokenizerConfig(vocab_size=401), storage) is None
+    assert find_without_sources(config(books, lowercase=True), VOCAB, storage) is None
 
 
 def test_missing_path_is_a_problem(tmp_path: Path) -> None:
