@@ -29,7 +29,9 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
         sync(temporary)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename = str(path)  # a write to a full disk names no file, and the temporary one says nothing
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)

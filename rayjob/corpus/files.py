@@ -4,7 +4,7 @@ import fnmatch
 import glob
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple, cast
 
 import pyarrow as pa
@@ -38,19 +38,38 @@ def is_folder(path: str) -> bool:
 def expand(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
     """The files of a folder, to the bottom, with one of the suffixes; or the file; or all that match the glob.
 
+    Hidden files and folders are passed over, and of links that lead back into their own folder.
+
     Raises:
-        OSError: the object store does not answer.
+        OSError: the object store does not answer, or a folder cannot be listed.
     """
     if is_remote(path):
         return _expand_s3(path, suffixes)
     path = os.path.abspath(os.path.expanduser(path))
     if os.path.isdir(path):
-        everything = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-        return FoundFiles(path, [f for f in everything if f.lower().endswith(suffixes) and os.path.isfile(f)])
+        return FoundFiles(path, [file for file in _files_below(path) if file.lower().endswith(suffixes)])
     if os.path.exists(path):
         return FoundFiles(os.path.dirname(path), [path])
     matches = [file for file in glob.glob(path, recursive=True) if os.path.isfile(file)]
     return FoundFiles(_fixed_folder(path), matches)
+
+
+def _files_below(folder: str) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+        real = os.path.join(os.path.realpath(parent), "")
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and not real.startswith(os.path.realpath(os.path.join(parent, name)) + os.sep)
+        ]
+        files = (os.path.join(parent, name) for name in names if not name.startswith("."))
+        # A link to nowhere is a file that is missing: reading it says so.
+        yield from (file for file in files if os.path.isfile(file) or not os.path.exists(file))
+
+
+def _raise(error: OSError) -> None:
+    """os.walk would pass over a folder that it cannot list, and the corpus would lack its files."""
+    raise error
 
 
 def open_input(path: str) -> pa.NativeFile:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from model.normalizer import is_encodable
 from rayjob.atomic import write_atomically
 from rayjob.config import DataConfig
 from rayjob.corpus import demo, huggingface
@@ -115,6 +116,7 @@ def _name_files(paths: Sequence[str], form: Form) -> dict[str, str]:
     problems = [
         f"data.paths: {file} is no {form.kind} file: {way}." for file in files if (way := _way_for_unfit(file, form))
     ]
+    problems += [f"data.paths: the name {file!r} is not UTF-8: rename it." for file in files if not is_encodable(file)]
     if problems:
         raise CorpusError(problems)
     return dict(sorted((_name(file, _root(found)), file) for file in files))

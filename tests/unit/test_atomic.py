@@ -1,3 +1,4 @@
+import errno
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,16 @@ def test_failed_write_leaves_the_old_content_and_nothing_else(tmp_path: Path, mo
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_error_names_the_file_that_was_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # as a write does: without a name
+
+    monkeypatch.setattr("rayjob.atomic.sync", fail)
+    with pytest.raises(OSError, match="No space left on device: .*/file") as raised:
+        write_atomically(tmp_path / "file", b"new")
+    assert raised.value.filename == str(tmp_path / "file")
 
 
 def test_folder_appears_only_when_it_is_filled(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
+import errno
 import gzip
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +74,43 @@ def test_file_that_would_be_misread_as_text_is_refused(tmp_path: Path, name: str
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(CorpusError, match=f"{name} is no text file: .*{way}"):
         names(tmp_path, tmp_path / name)
+
+
+def test_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "caf\udce9.txt").write_text("text")
+    with pytest.raises(CorpusError, match="is not UTF-8: rename it"):
+        names(tmp_path, tmp_path)
+
+
+def test_folder_that_cannot_be_listed_is_named_and_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal is faked: root may list every folder."""
+    (tmp_path / "books" / "closed").mkdir(parents=True)
+    (tmp_path / "books" / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:
+        if path.endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(CorpusError, match="cannot be listed .*closed"):
+        names(tmp_path, tmp_path / "books")
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("two")
+    (tmp_path / "books" / "deep").mkdir(parents=True)
+    (tmp_path / "books" / "a.txt").write_text("one")
+    (tmp_path / "books" / "deep" / "up").symlink_to(tmp_path / "books")
+    (tmp_path / "books" / "link").symlink_to(tmp_path / "elsewhere")
+    assert names(tmp_path, tmp_path / "books") == ["a.txt", "link/b.txt"]
+    (tmp_path / "books" / "lost.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CorpusError, match=r"lost\.txt cannot be read"):
+        names(tmp_path, tmp_path / "books")
 
 
 def test_parquet_folder_is_searched_for_parquet_only(tmp_path: Path) -> None:
