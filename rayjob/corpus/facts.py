@@ -80,9 +80,9 @@ def row_facts(sources: Sequence[Source], catalog: RowCatalog, units: Sequence[Ro
         count = by_source[rows.source]
         count.update(rows=len(states), invalid_bytes=part.invalid_bytes, replaced_chars=part.replaced_chars)
         count.update(empty=int(np.count_nonzero(states == EMPTY)), source_bytes=int(part.bytes.sum(dtype=np.int64)))
-        odd_rows = (("invalid", part.invalid_row), ("replaced", part.replaced_row), ("empty", part.empty_row))
-        for kind, row in odd_rows:
-            if row is not None:
+        count.update(nameless=part.nameless_rows)
+        for kind in ("invalid", "replaced", "empty", "nameless"):
+            if (row := getattr(part, f"{kind}_row")) is not None:
                 first_seen.setdefault((rows.source, kind), row)
     statistics = {
         "row_bytes": _name_buckets(buckets),
@@ -144,6 +144,18 @@ def _row_warnings(by_source: dict[Source, Counter[str]], first_seen: dict[tuple[
         "they were left out."
         for source, count in by_source.items()
         if count["empty"]
+    )
+    yield from _nameless_warnings(by_source, first_seen)
+
+
+def _nameless_warnings(
+    by_source: dict[Source, Counter[str]], first_seen: dict[tuple[Source, str], int]
+) -> Iterator[str]:
+    return some_of(
+        f"{source.name}: {count['nameless']} rows name no document (data.doc_column), the first is row "
+        f"{first_seen[source, 'nameless']}; neighbours among them were taken as one document."
+        for source, count in by_source.items()
+        if count["nameless"]
     )
 
 

@@ -56,6 +56,7 @@ class ScanPart(NamedTuple):
         invalid_bytes: that were not UTF-8. invalid_row: the first row with one, counted in the file.
         replaced_chars: NUL; a lone surrogate is not UTF-8. replaced_row: the first row with one.
         empty_row: the first row that is null or blank, counted in the file.
+        nameless_rows: without a document's name, where there is a doc_column. nameless_row: the first of them.
         boilerplate: the most frequent boilerplate lines.
     """
 
@@ -68,6 +69,8 @@ class ScanPart(NamedTuple):
     replaced_chars: int
     replaced_row: int | None
     empty_row: int | None
+    nameless_rows: int
+    nameless_row: int | None
     boilerplate: dict[str, int]
 
 
@@ -129,8 +132,11 @@ def _scan_range(rows: RowRange, settings: ScanSettings) -> int:
     sizes, states = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("bytes", "states"))
     bad_rows, nul_rows = (np.concatenate([getattr(b, name) for b in batches]) for name in ("invalid_bytes", "nuls"))
     lines: Counter[str] = sum((batch.boilerplate for batch in batches), Counter())
+    documents, is_nameless = _read_documents(rows, settings.doc_column)
     facts = {
-        "documents": _document_starts(rows, settings.doc_column),
+        "documents": documents,
+        "nameless_rows": int(is_nameless.sum()),
+        "nameless_row": _first_row(rows, is_nameless),
         "invalid_bytes": int(bad_rows.sum()),
         "invalid_row": _first_row(rows, bad_rows > 0),
         "replaced_chars": int(nul_rows.sum()),
@@ -172,18 +178,21 @@ def _invalid_bytes(rows: Sequence[bytes]) -> npt.NDArray[np.int64]:
     return np.zeros(len(rows), dtype=np.int64)
 
 
-def _document_starts(rows: RowRange, doc_column: str | None) -> list[tuple[int, str]]:
-    if doc_column is None:
-        return []
+def _read_documents(rows: RowRange, doc_column: str | None) -> tuple[list[tuple[int, str]], npt.NDArray[np.bool_]]:
+    """Where documents start, and which rows name none: neighbours among them are one document with an empty name."""
     starts: list[tuple[int, str]] = []
+    is_nameless = np.zeros(rows.end - rows.first, dtype=bool)
+    if doc_column is None:
+        return starts, is_nameless
     row = 0
     for values in read_column(rows, doc_column):
         for value in values.to_pylist():
             document = decode_utf8(value or b"")[0]
             if not starts or starts[-1][1] != document:
                 starts.append((row, document))
+            is_nameless[row] = not document
             row += 1
-    return starts
+    return starts, is_nameless
 
 
 def _first_row(rows: RowRange, is_marked: npt.NDArray[np.bool_]) -> int | None:

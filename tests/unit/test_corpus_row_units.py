@@ -145,6 +145,17 @@ def test_known_documents_stay_whole_end_in_one_eos_and_keep_their_names(tmp_path
     assert {unit.split for unit in units} == {"train", "val"}
 
 
+def test_rows_that_name_no_document_are_counted(tmp_path: Path) -> None:
+    titles = ["one"] * 100 + [None] * 3 + ["two"] * 97
+    catalog = catalog_of(
+        tmp_path, write(tmp_path, "a.parquet", text=sentences(1, 200), title=titles), doc_column="title"
+    )
+    assert facts_of(catalog).warnings == [
+        "a.parquet: 3 rows name no document (data.doc_column), the first is row 100; neighbours among them were taken "
+        "as one document."
+    ]
+
+
 def test_document_equal_to_an_earlier_one_goes_however_short(tmp_path: Path) -> None:
     text = [*sentences(1, 5), *sentences(2, 300), *sentences(1, 5), *sentences(3, 300)]
     titles = ["a"] * 5 + ["b"] * 300 + ["c"] * 5 + ["d"] * 300
