@@ -24,6 +24,7 @@ class Hub:
         files: (repository, revision) -> {file name: content}.
         busy: how many of the next requests are answered 429. cut_after: bytes after which the next answer that holds
             a file ends, once; None for never. sent: file name -> content sent in place of the announced one.
+        odd: (repository, revision) -> status and body of the answer to every question about it, files included.
         requests: how often each "METHOD path" was asked. ranges: Range headers, in order.
     """
 
@@ -31,6 +32,7 @@ class Hub:
     busy: int = 0
     cut_after: int | None = None
     sent: dict[str, bytes] = field(default_factory=dict)
+    odd: dict[tuple[str, str], tuple[int, bytes]] = field(default_factory=dict)
     requests: Counter[str] = field(default_factory=Counter)
     ranges: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
@@ -94,6 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"{}", {})
 
     def _answer_api(self, owner: str, name: str, what: str, *revision: str) -> None:
+        if odd := self.hub.odd.get((f"{owner}/{name}", "/".join(revision))):
+            self._send(*odd, {})
+            return
         files = self.hub.find(f"{owner}/{name}", "/".join(revision))
         if files is None:
             is_known = any(repo == f"{owner}/{name}" for repo, _ in self.hub.files)
@@ -107,6 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_file(self, parts: list[str], with_body: bool) -> None:
         owner, name, _, commit, *path = parts
+        if odd := self.hub.odd.get((f"{owner}/{name}", commit)):
+            self._send(*odd, {})
+            return
         files = self.hub.find(f"{owner}/{name}", commit) or {}
         announced = files["/".join(path)]
         content = self.hub.sent.get("/".join(path), announced)

@@ -144,15 +144,19 @@ def _choose(revision: str | None) -> Pin:
 def _ask(choice: Choice) -> Pin | str:
     """What the hub has of a choice, or why it is not to be had."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi(endpoint=_endpoint())
     try:
         info = _patiently(
             lambda: api.dataset_info(choice.repo, revision=choice.revision, files_metadata=True, timeout=TIMEOUT_S)
         )
-    except (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError) as error:
-        return str(error).splitlines()[0]
+    except HfHubHTTPError as error:  # missing, gated or refused; mirrors do not say which as the hub does
+        return _first_line(error)
+    except CorpusError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:  # a proxy's log-in page, for one
+        return f"the answer is not that of a hub ({error!r})"
     files = {
         file.rfilename: (file.size, file.lfs.sha256 if file.lfs else None)
         for file in info.siblings or ()
@@ -165,20 +169,27 @@ def _ask(choice: Choice) -> Pin | str:
 
 def _download(pin: Pin, folder: Path) -> None:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     logger.info("downloading %d files of %s into %s", len(pin.files), pin.repo, folder)
-    _patiently(
-        lambda: snapshot_download(
-            pin.repo,
-            repo_type="dataset",
-            revision=pin.commit,
-            local_dir=folder,
-            allow_patterns=list(pin.files),
-            etag_timeout=TIMEOUT_S,
-            endpoint=_endpoint(),
-            max_workers=4,  # more of them meet the hub's rate limit
+    try:
+        _patiently(
+            lambda: snapshot_download(
+                pin.repo,
+                repo_type="dataset",
+                revision=pin.commit,
+                local_dir=folder,
+                allow_patterns=list(pin.files),
+                etag_timeout=TIMEOUT_S,
+                endpoint=_endpoint(),
+                max_workers=4,  # more of them meet the hub's rate limit
+            )
         )
-    )
+    except HfHubHTTPError as error:
+        problem = (
+            f"The hub does not send {pin.repo} at {pin.commit} ({_first_line(error)}). {_WAYS} What was fetched stays."
+        )
+        raise CorpusError([problem]) from None
 
 
 def _patiently(call: Callable[[], T]) -> T:

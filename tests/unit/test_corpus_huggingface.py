@@ -114,6 +114,30 @@ def test_nothing_on_the_hub_is_one_error_with_the_ways_out(tmp_path: Path, hub: 
     assert "\n" not in problem
 
 
+@pytest.mark.parametrize(
+    "answer", [(401, b"{}"), (403, b"{}"), (404, b"not found"), (200, b"<html>log in</html>"), (200, b'{"hello": 1}')]
+)
+def test_choice_that_is_refused_or_answered_by_no_hub_is_passed_over(
+    tmp_path: Path, hub: Hub, answer: tuple[int, bytes]
+) -> None:
+    """As mirrors and proxies answer, without the hub's own error codes."""
+    hub.odd = {FIRST: answer}
+    hub.files = {SECOND: {"plain_text/train-00000-of-00001.parquet": parquet(7)}}
+    fetch(None, tmp_path)
+    pin = read_pin(None, tmp_path)
+    assert pin is not None
+    assert (pin.repo, pin.revision) == SECOND
+    hub.odd = {(choice.repo, choice.revision): answer for choice in CHOICES}
+    with pytest.raises(CorpusError, match="No copy of BookCorpus is on the hub .*data.source=parquet"):
+        fetch(None, tmp_path / "other")
+
+
+def test_files_that_the_hub_refuses_are_told(tmp_path: Path, hub: Hub) -> None:
+    hub.odd = {(FIRST[0], COMMIT): (403, b"{}")}
+    with pytest.raises(CorpusError, match=f"The hub does not send {FIRST[0]} at {COMMIT} .*403 Forbidden"):
+        fetch(None, tmp_path)
+
+
 def test_hub_that_cannot_be_reached_is_told_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:  # bound and not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
