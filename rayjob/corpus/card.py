@@ -20,7 +20,8 @@ CARD_FILES = HTML_FILE, MARKDOWN_FILE = "corpus.html", "corpus.md"
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .2rem .8rem; border-bottom: 1px solid #ddd }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto }
+th { text-align: left } th, td { padding: .2rem .8rem; border-bottom: 1px solid #ddd }
 td:not(:first-child), th:not(:first-child) { text-align: right } pre { white-space: pre-wrap; background: #f6f6f6;
 padding: 1rem } @media (prefers-color-scheme: dark) { body { background: #111; color: #ddd } pre { background: #222 } }
 """
@@ -68,7 +69,7 @@ def _counts(manifest: Manifest) -> Section:
 
 
 def _sides(manifest: Manifest) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = [("side", "documents", "tokens", "windows", "bytes", "blocks")]
+    table: list[tuple[str, ...]] = [("side", "documents or runs of rows", "tokens", "windows", "bytes", "blocks")]
     for split in SPLITS:
         side = manifest.split(split)
         numbers = (side.documents, side.tokens, side.windows, side.bytes, len(side.blocks))
