@@ -13,7 +13,7 @@ from torch import Tensor
 from model.llama import Llama
 from serving.engine.scheduler import Move
 from serving.engine.slots import SlotCache
-from serving.engine.weights import LayerWeights, Weights, pack, product, quantize, read_weights
+from serving.engine.weights import LayerWeights, pack, product, quantize, read_weights
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (N, H, E), k (N, K, E), v (N, K, E)) -> (N, H * E); it keeps k and v."""
@@ -24,13 +24,13 @@ class Runner:
 
     def __init__(self, model: Llama, *, num_slots: int, dtype: torch.dtype) -> None:
         self.config = model.config
-        computing = torch.bfloat16 if dtype == torch.int8 else dtype
-        plain = read_weights(model, computing)
-        self._weights = pack(plain)
-        self._decode_weights = quantize(plain) if dtype == torch.int8 else self._weights
+        is_int8 = dtype == torch.int8
+        plain = read_weights(model, torch.float32 if is_int8 else dtype)
+        self._weights = quantize(plain) if is_int8 else pack(plain)
         self._rotary = model.model.rotary
         self._device = self._weights.embedding.device
-        self._cache = SlotCache(model.config, num_slots, computing, self._device)
+        self._attention_dtype = torch.bfloat16 if is_int8 else dtype
+        self._cache = SlotCache(model.config, num_slots, self._attention_dtype, self._device)
 
     def move(self, moves: Sequence[Move]) -> None:
         """Moves rows of the cache, in this order."""
@@ -43,7 +43,7 @@ class Runner:
         end = start + len(tokens)
         if start == 0:
             self._cache.clear(row)
-        hidden = self._forward(self._weights, tokens, range(start, end), self._cache.prefill(row, start, end))
+        hidden = self._forward(tokens, range(start, end), self._cache.prefill(row, start, end))
         return product(hidden[-1:], self._weights.head)
 
     @torch.inference_mode()
@@ -51,12 +51,12 @@ class Runner:
         """Computes one token in each of the first B rows at its position; returns the logits (B, V) after it."""
         padding = [0] * (_width(len(tokens)) - len(tokens))
         attend = self._cache.decode(positions, len(padding))
-        weights = self._decode_weights
-        hidden = self._forward(weights, [*tokens, *padding], [*positions, *padding], attend)
-        return product(hidden, weights.head)[: len(tokens)]
+        hidden = self._forward([*tokens, *padding], [*positions, *padding], attend)
+        return product(hidden, self._weights.head)[: len(tokens)]
 
-    def _forward(self, weights: Weights, tokens: Sequence[int], positions: Sequence[int], attend: Attention) -> Tensor:
+    def _forward(self, tokens: Sequence[int], positions: Sequence[int], attend: Attention) -> Tensor:
         """Returns the last hidden states (N, D), normed."""
+        weights = self._weights
         rotation = self._rotary(torch.tensor(positions, device=self._device))
         x = F.embedding(torch.tensor(tokens, device=self._device), weights.embedding)  # (N, D)
         for index, layer in enumerate(weights.layers):
@@ -71,8 +71,8 @@ class Runner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         H, K, E = self.config.n_heads, self.config.n_kv_heads, self.config.head_dim
         heads = product(x, layer.qkv).view(len(x), H + 2 * K, E)
-        qk = _rotate(heads[:, : H + K], *rotation)
-        return qk[:, :H], qk[:, H:], heads[:, H + K :]
+        qk = _rotate(heads[:, : H + K], *rotation).to(self._attention_dtype)
+        return qk[:, :H], qk[:, H:], heads[:, H + K :].to(self._attention_dtype)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm as the model computes it: in fp32, cast, then scaled."""
@@ -91,6 +91,6 @@ def _width(num_rows: int) -> int:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x (N, heads, E) turned by the angles (N, 1, E/2) in fp32; halves paired as in Hugging Face."""
+    """Returns x (N, heads, E) turned by the angles (N, 1, E/2), fp32; halves paired as in Hugging Face."""
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
