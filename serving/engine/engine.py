@@ -25,6 +25,7 @@ from serving.engine.sampler import sample
 from serving.engine.scheduler import Chunk, Scheduler
 from serving.engine.scoring import PromptScorer
 from serving.engine.sequence import Delta, SequenceSpec, Transcript
+from serving.engine.slots import Piece
 from serving.engine.stream import (
     Event,
     IndexedDelta,
@@ -216,32 +217,40 @@ class Engine:
 
     def _prefill(self) -> None:
         """Computes prompts within the budget of a turn, and the first token of those that became complete."""
-        budget_tokens = TURN_TOKENS
-        complete: list[EngineSequence] = []
-        logits: list[Tensor] = []
-        while (chunk := self._next_chunk(budget_tokens)) is not None:
-            budget_tokens -= chunk.end - chunk.start
+        budget_tokens, most_at_once = TURN_TOKENS, self.num_slots
+        while chunks := self._next_chunks(budget_tokens, most_at_once):
             try:
-                last = self._prefill_chunk(chunk)
+                logits = self._prefill_chunks(chunks)
             except Exception:
-                deliver([self._failure(chunk.sequence)])
+                if len(chunks) > 1:
+                    most_at_once = 1  # again, each by itself, to find the one at fault
+                    continue
+                deliver([self._failure(chunks[0].sequence)])
                 self._free_slots()
                 continue
-            with self._changed:
-                self._scheduler.complete(chunk)
-            if chunk.is_last:
-                complete.append(chunk.sequence)
-                logits.append(last)
-        if complete:
-            self._take(complete, torch.cat(logits))
+            budget_tokens -= sum(chunk.num_tokens for chunk in chunks)
+            self._complete(chunks, logits)
 
-    def _prefill_chunk(self, chunk: Chunk[EngineSequence]) -> Tensor:
-        chunk.sequence.start()
-        return self._runner.prefill(chunk.row, chunk.sequence.spec.prompt[chunk.start : chunk.end], chunk.start)
-
-    def _next_chunk(self, budget_tokens: int) -> Chunk[EngineSequence] | None:
+    def _next_chunks(self, budget_tokens: int, most: int) -> list[Chunk[EngineSequence]]:
         with self._changed:
-            return self._scheduler.next_chunk(budget_tokens)
+            return self._scheduler.next_chunks(budget_tokens, most=most)
+
+    def _prefill_chunks(self, chunks: Sequence[Chunk[EngineSequence]]) -> Tensor:
+        for chunk in chunks:
+            chunk.sequence.start()
+        return self._runner.prefill(
+            [
+                Piece(chunk.row, chunk.start, chunk.sequence.spec.prompt[chunk.start : chunk.end], chunk.is_last)
+                for chunk in chunks
+            ]
+        )
+
+    def _complete(self, chunks: Sequence[Chunk[EngineSequence]], logits: Tensor) -> None:
+        with self._changed:
+            for chunk in chunks:
+                self._scheduler.complete(chunk)
+        if complete := [chunk.sequence for chunk in chunks if chunk.is_last]:
+            self._take(complete, logits)
 
     def _decode(self) -> None:
         running = list(self._scheduler.running)

@@ -1,10 +1,11 @@
-"""The model over the slots: prefill of one sequence's chunk, and one decode step of all running rows.
+"""The model over the slots: prefill of the chunks of some sequences, and one decode step of all running rows.
 
-N tokens in a forward (T of a prefill, B rows of a decode step)
+N tokens in a forward with padding, P sequences that end their prompt in it, B rows of a decode step
 D d_model, H n_heads, K n_kv_heads, E head_dim, V vocab_size
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from model.llama import Llama
 from serving.engine.scheduler import Move
-from serving.engine.slots import SlotCache
+from serving.engine.slots import Piece, SlotCache
 from serving.engine.weights import LayerWeights, pack, product, quantize, read_weights
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (N, H, E), k (N, K, E), v (N, K, E)) -> (N, H * E); it keeps k and v."""
+
+PREFILL_STEP = 8
+"""Prefills compute multiples of so many tokens; the reason is that of `_width`, where 5, 6, 7 and 9 differ too."""
 
 
 class Runner:
@@ -38,13 +42,20 @@ class Runner:
             self._cache.move(move)
 
     @torch.inference_mode()
-    def prefill(self, row: int, tokens: Sequence[int], start: int) -> Tensor:
-        """Computes tokens of a row that follow its first `start`; returns the logits (1, V) after the last."""
-        end = start + len(tokens)
-        if start == 0:
-            self._cache.clear(row)
-        hidden = self._forward(tokens, range(start, end), self._cache.prefill(row, start, end))
-        return product(hidden[-1:], self._weights.head)
+    def prefill(self, pieces: Sequence[Piece]) -> Tensor:
+        """Computes tokens of several rows in one go; returns the logits (P, V) after those that end their prompt."""
+        tokens = [token for piece in pieces for token in piece.tokens]
+        positions = [piece.start + index for piece in pieces for index in range(len(piece.tokens))]
+        padding = [0] * (-len(tokens) % PREFILL_STEP)
+        for piece in pieces:
+            if piece.start == 0:
+                self._cache.clear(piece.row)
+        hidden = self._forward([*tokens, *padding], [*positions, *padding], self._cache.prefill(pieces, len(padding)))
+        ends = accumulate(len(piece.tokens) for piece in pieces)
+        last = [end - 1 for end, piece in zip(ends, pieces, strict=True) if piece.is_last]
+        if not last:
+            return hidden.new_empty((0, self.config.vocab_size))
+        return product(hidden[last + last[:1] * (_width(len(last)) - len(last))], self._weights.head)[: len(last)]
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:

@@ -8,6 +8,7 @@ H n_heads, K n_kv_heads, G query heads of one key/value head, E head_dim
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,15 @@ from serving.engine.scheduler import Move
 
 LENGTH_STEP = 64
 """Lengths at which the cache is read are its multiples, so that few shapes occur."""
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one sequence, the first `start` of which are in its row already."""
+
+    row: int
+    start: int
+    tokens: Sequence[int]
+    is_last: bool  # whether the prompt ends with them
 
 
 class SlotCache:
@@ -39,11 +49,9 @@ class SlotCache:
         for tensor in (*self._keys, *self._values):
             tensor[row].zero_()
 
-    def prefill(self, row: int, start: int, end: int) -> "PrefillAttention":
-        """Returns the attention of the tokens `start` to `end` of one row."""
-        keys = [tensor[row] for tensor in self._keys]  # (K, E, S) each
-        values = [tensor[row] for tensor in self._values]  # (K, S, E) each
-        return PrefillAttention(keys, values, start, end)
+    def prefill(self, pieces: Sequence[Piece], num_padding: int) -> "PackedAttention":
+        """Returns the attention of the tokens of several rows, one row's after another's, then `num_padding` zeros."""
+        return PackedAttention([PrefillAttention(self._keys, self._values, piece) for piece in pieces], num_padding)
 
     def decode(self, positions: Sequence[int], num_padding: int = 0) -> "DecodeAttention":
         """Returns the attention of one new token at `positions` (B,) in each of the first B rows.
@@ -53,21 +61,38 @@ class SlotCache:
         return DecodeAttention(self._keys, self._values, positions, num_padding)
 
 
+class PackedAttention:
+    """Attention of the tokens of several sequences, each with itself alone."""
+
+    def __init__(self, parts: Sequence["PrefillAttention"], num_padding: int) -> None:
+        self._parts = parts
+        self._num_padding = num_padding
+        self._lengths = [*(part.num_tokens for part in parts), num_padding]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores k and v (N, K, E) and returns what the queries (N, H, E) read, (N, H * E)."""
+        of_parts = zip(*(tensor.split_with_sizes(self._lengths) for tensor in (q, k, v)), strict=True)
+        y = [part(layer, *one) for part, one in zip(self._parts, of_parts, strict=False)]
+        return F.pad(torch.cat(y), (0, 0, 0, self._num_padding))
+
+
 class PrefillAttention:
     """Causal attention of consecutive tokens of one sequence, whose earlier ones are in the cache."""
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], start: int, end: int) -> None:
+    def __init__(self, keys: list[Tensor], values: list[Tensor], piece: Piece) -> None:
+        self.num_tokens = len(piece.tokens)
         self._keys = keys
         self._values = values
-        self._start = start
-        self._end = end
+        self._row = piece.row
+        self._start = start = piece.start
+        self._end = end = start + self.num_tokens
         # SDPA's own causal flag aligns top-left: right only where nothing came before.
-        shape = (end - start, end)
+        shape = (self.num_tokens, end)
         self._mask = torch.ones(shape, dtype=torch.bool, device=keys[0].device).tril(start) if start else None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores k and v (T, K, E) and returns what the queries (T, H, E) read, (T, H * E)."""
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self._keys[layer][self._row], self._values[layer][self._row]  # (K, E, S), (K, S, E)
         keys[:, :, self._start : self._end] = k.permute(1, 2, 0)
         values[:, self._start : self._end] = v.transpose(0, 1)
         if self._start:

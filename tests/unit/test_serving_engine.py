@@ -18,6 +18,7 @@ from serving.engine.engine import (
 )
 from serving.engine.loading import ServedModel, load_served_model
 from serving.engine.sequence import SequenceSpec
+from serving.engine.slots import Piece
 from tests.serving_checkpoint import save_run
 from tests.serving_engine import WAIT_S, Gate, decode, gate, reached, run, running_engine
 
@@ -224,8 +225,8 @@ def test_a_fault_in_prefill_fails_its_own_request_only(served: ServedModel, monk
         wanted = await decode(engine, [sequence(tokens=4)])
         prefill = engine._runner.prefill
 
-        def fail_on_5(row: int, tokens: tuple[int, ...], start: int) -> object:
-            return 1 / 0 if tokens[0] == 5 else prefill(row, tokens, start)
+        def fail_on_5(pieces: list[Piece]) -> object:
+            return 1 / 0 if any(piece.tokens[0] == 5 for piece in pieces) else prefill(pieces)
 
         monkeypatch.setattr(engine._runner, "prefill", fail_on_5)
         streams = [engine.submit([sequence(prompt, 4)]) for prompt in (1, 5, 1)]
