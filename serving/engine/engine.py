@@ -4,7 +4,8 @@
 2. A turn of the thread: drop what was cancelled; score and prefill a bounded number of prompt tokens; then one
    decode step for all running sequences. Both end in one batch of tokens, and one call into each event loop.
 3. A row's text depends on its own prompt, seed and parameters alone, whatever runs beside it.
-4. A fault in one row ends its own request; one in a whole step ends those that were in it. The engine goes on.
+4. A fault in one row ends its own request; one in a whole step ends those that were in it. The engine goes on,
+   unless its device has failed: then it ends, for a new process to take its place.
 """
 
 import logging
@@ -20,7 +21,7 @@ from torch import Tensor
 from model.generate import GeneratedToken
 from serving.engine.loading import ServedModel
 from serving.engine.progress import EngineSequence
-from serving.engine.runner import Runner
+from serving.engine.runner import DeviceFailed, Runner
 from serving.engine.sampler import sample
 from serving.engine.scheduler import Chunk, Scheduler
 from serving.engine.scoring import PromptScorer
@@ -168,6 +169,11 @@ class Engine:
             while self._wait_for_work():
                 try:
                     self._turn()
+                except DeviceFailed:
+                    logger.critical(
+                        "the device has failed: the engine ends, its process must be replaced", exc_info=True
+                    )
+                    return
                 except Exception:
                     # A fault in a whole step must not end the thread that serves everybody.
                     logger.exception("a step failed; all requests that were in it are answered with an error")
@@ -198,6 +204,8 @@ class Engine:
             return
         try:
             self._advance_scores(sequence)
+        except DeviceFailed:
+            raise
         except Exception:
             deliver([self._failure(sequence)])
 
@@ -221,6 +229,8 @@ class Engine:
         while chunks := self._next_chunks(budget_tokens, most_at_once):
             try:
                 logits = self._prefill_chunks(chunks)
+            except DeviceFailed:
+                raise
             except Exception:
                 if len(chunks) > 1:
                     most_at_once = 1  # again, each by itself, to find the one at fault
@@ -271,6 +281,8 @@ class Engine:
             if isinstance(picked, Exception):
                 raise picked
             delta = take_token(sequence, picked)
+        except DeviceFailed:
+            raise
         except Exception:
             return self._failure(sequence)
         sequence.is_done = delta.finish_reason is not None

@@ -19,6 +19,9 @@ from serving.engine.weights import LayerWeights, pack, product, quantize, read_w
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (N, H, E), k (N, K, E), v (N, K, E)) -> (N, H * E); it keeps k and v."""
 
+DeviceFailed = torch.AcceleratorError
+"""A GPU's error that stays: after it every call of the process fails, also for requests that are sound."""
+
 PREFILL_STEP = 8
 """Prefills compute multiples of so many tokens; the reason is that of `_width`, where 5, 6, 7 and 9 differ too."""
 

@@ -194,6 +194,8 @@ class _Batch:
 def _attempt(batch: _Batch, row: int) -> int | Exception:
     try:
         return batch.choose(row)
+    except torch.AcceleratorError:
+        raise  # nobody gets a token from a device that has failed
     except Exception as error:
         # A row's fault is its own: the others of the batch get their tokens.
         return error
