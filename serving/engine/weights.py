@@ -22,6 +22,7 @@ class Int8Matrix(NamedTuple):
 
     steps: Tensor  # (O, I) int8, in the library's own order if `is_packed`
     step_size: Tensor  # (O,) fp32
+    zero_steps: Tensor  # (O,) int64, all 0, which the library wants to be told
     is_packed: bool
 
 
@@ -144,9 +145,10 @@ def quantize_matrix(matrix: Matrix) -> Int8Matrix:
     # A row of zeros has any step.
     step_size = (matrix.abs().amax(1) / MOST_STEPS).clamp_(min=LEAST_STEP)
     steps = (matrix / step_size[:, None]).round_().to(torch.int8)
-    if not has_fast_int8():
-        return Int8Matrix(steps, step_size, is_packed=False)
-    return Int8Matrix(torch.ops.onednn.qlinear_prepack(steps, None), step_size, is_packed=True)
+    is_packed = has_fast_int8()
+    if is_packed:
+        steps = torch.ops.onednn.qlinear_prepack(steps, None)
+    return Int8Matrix(steps, step_size, torch.zeros_like(step_size, dtype=torch.int64), is_packed)
 
 
 def has_fast_int8() -> bool:
@@ -162,8 +164,8 @@ def _product_of_steps(x: Tensor, matrix: Int8Matrix) -> Tensor:
     shifted = (x / step_size).add_(ZERO_STEP + 0.5)  # the conversion cuts off: half a step makes it round
     if matrix.is_packed:
         y: Tensor = torch.ops.onednn.qlinear_pointwise(
-            *(shifted.to(torch.uint8), 1.0, ZERO_STEP),
-            *(matrix.steps, matrix.step_size, torch.zeros_like(matrix.step_size, dtype=torch.int64)),
+            *(shifted.int().byte(), 1.0, ZERO_STEP),  # faster than without the detour
+            *(matrix.steps, matrix.step_size, matrix.zero_steps),
             *(None, 1.0, 0, torch.float32, "none", [], ""),
         )
     else:
