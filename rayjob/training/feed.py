@@ -90,6 +90,11 @@ class StepBatch:
     wait_s: float  # spent making the batch
 
     @property
+    def micro_batch_size(self) -> int:
+        """Windows of each forward, padding included."""
+        return self.micro_batches[0][0].shape[0]
+
+    @property
     def fingerprint(self) -> int:
         """A number of this worker's windows; the workers' numbers add up to that of the step, however it is dealt.
 

@@ -1,7 +1,7 @@
 """The training recipe, top to bottom: what each Ray Train worker runs.
 
 1. Open the windows; build the model or go on from the newest sound checkpoint.
-2. Wrap in DDP ourselves: Ray's own wrapper leaves a single worker bare, without no_sync().
+2. Wrap in DDP ourselves: Ray's own wrapper leaves a single worker bare, without no_sync(). Find the micro-batch.
 3. Per step: the step's windows -> micro-batches -> train_step -> a row of metrics.csv.
 4. At eval_interval and at the end: validate on all workers, draw a sample.
 5. Save in the background when validated or when due; wait for it before a stop, before giving way and at the end.
@@ -34,6 +34,7 @@ from rayjob.training.bad_numbers import BadSteps
 from rayjob.training.ddp import wrap
 from rayjob.training.evaluation import Evaluation, EvaluationAbandoned, evaluate
 from rayjob.training.failure import (
+    StartRefusedError,
     forget_passed_errors,
     has_failed,
     remembered_errors,
@@ -43,6 +44,7 @@ from rayjob.training.failure import (
 from rayjob.training.feed import StepFeed, open_windows
 from rayjob.training.host_copy import restore_rng
 from rayjob.training.metrics import Spent
+from rayjob.training.micro_batch import naming_smaller_size, settle_micro_batch
 from rayjob.training.notice import GaveWay, own_notice
 from rayjob.training.recorder import Recorder
 from rayjob.training.sample import draw_sample
@@ -51,6 +53,7 @@ from rayjob.training.saving import RunIdentity, RunState, state_document
 from rayjob.training.schedule import WindowOrder, learning_rate, max_steps
 from rayjob.training.start import begin_group_attempt, from_rank_0, set_up_device, settle_buckets, start_or_resume
 from rayjob.training.step import Wishes, train_step
+from rayjob.training.trial import MicroBatchTrial
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +84,27 @@ def train_loop(loop_config: dict[str, Any]) -> None:
     rank = dist.get_rank()
     try:
         with remembered_errors(run_folder, group, rank, step=lambda: -1):
-            worker = TrainWorker(task, device)
-        with remembered_errors(run_folder, group, rank, step=lambda: worker.state.step):
+            worker = _start(task, device)
+        if worker is None:
+            return
+        with (
+            remembered_errors(run_folder, group, rank, step=lambda: worker.state.step),
+            naming_smaller_size(task.config, worker.micro_batch_size),
+        ):
             worker.train()
     finally:
         own_notice.answer()  # whatever ended it, who gave the notice must not wait
+
+
+def _start(task: TrainTask, device: torch.device) -> "TrainWorker | None":
+    """Returns a worker that is ready for its next step; None, on all ranks, if training must not begin here."""
+    try:
+        return TrainWorker(task, device)
+    except StartRefusedError as error:
+        if dist.get_rank() == 0:
+            logger.error("%s", error)
+            write_failure(task.config.run_folder, f"{error}.")
+        return None
 
 
 class TrainWorker:
@@ -101,7 +120,6 @@ class TrainWorker:
         self.val_windows = open_windows(task.tokens_folder, "val", config.model.max_seq_len)
         self.order = WindowOrder(len(windows), config.train.global_batch_size, config.seed)
         self.n_steps = max_steps(config, self.order)
-        self.feed = StepFeed(windows, self.order, config.train.micro_batch_size, rank, n_workers, device)
 
         self.tokenizer = Tokenizer.load(task.tokenizer_folder)
         manifest = Manifest.load(task.tokens_folder)
@@ -112,6 +130,9 @@ class TrainWorker:
         self.model, self.optimizer = start.model, start.optimizer
         self.state = dataclasses.replace(start.state, run_id=attempt.run_id)
         self.ddp = wrap(self.model, config.train, device)
+        trial = MicroBatchTrial(config, self.model, self.optimizer, device, self.precision)
+        self.micro_batch_size = settle_micro_batch(config, trial, device, task.fence)
+        self.feed = StepFeed(windows, self.order, self.micro_batch_size, rank, n_workers, device)
         settle_buckets(self.ddp, self.feed, self.precision)
         self.bad_steps = BadSteps(self.model, self.precision, config.failure.max_bad_steps)
         self.recorder = (
@@ -225,7 +246,7 @@ class TrainWorker:
                 self.model,
                 self.val_windows,
                 self.tokenizer.byte_lengths(),
-                batch_size=self.config.train.micro_batch_size,
+                batch_size=self.micro_batch_size,
                 precision=self.precision,
                 wishes=self._wishes,
             )

@@ -38,6 +38,7 @@ class MetricsRow:
     windows: int = 0  # fingerprint of the windows of the step, the same however they are dealt to workers
     skipped: int = 0  # 1 where loss or gradient were not finite, so that nothing was updated
     grad_z: float | None = None  # deviations of grad_norm from the mean of the steps before
+    micro_batch_size: int = 0  # windows per worker per forward
 
     def to_csv(self) -> str:
         # repr of a float is exact, so two runs can be compared bit for bit.
@@ -46,7 +47,7 @@ class MetricsRow:
 
 
 COLUMNS = tuple(field.name for field in fields(MetricsRow))
-_INTEGERS = frozenset({"step", "epoch", "tokens", "workers", "windows", "skipped"})
+_INTEGERS = frozenset({"step", "epoch", "tokens", "workers", "windows", "skipped", "micro_batch_size"})
 
 
 class MetricsWriter:

@@ -129,6 +129,7 @@ class Recorder:
             windows=result.windows,
             skipped=int(result.is_skipped),
             grad_z=grad_z,
+            micro_batch_size=batch.micro_batch_size,
         )
 
     def record_sample(self, step: int, sample: str) -> None:

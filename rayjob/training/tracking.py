@@ -33,6 +33,7 @@ METRIC_KEYS = {
     "tokens_per_s": "speed/tokens_per_s",
     "mfu_pct": "speed/mfu_pct",
     "data_wait_pct": "speed/data_wait_pct",
+    "micro_batch_size": "speed/micro_batch_size",
     "val_loss": "val/loss",
     "val_accuracy": "val/accuracy",
     "val_bits_per_byte": "val/bits_per_byte",

@@ -27,6 +27,7 @@ from rayjob.training.loop import TrainTask, TrainWorker
 from rayjob.training.metrics import MetricsRow, Spent, read_metrics
 from rayjob.training.notice import GaveWay, Notice
 from rayjob.training.saving import RunState
+from rayjob.training.trial import MicroBatchTrial
 
 N_STEPS = 12
 MODEL = ModelConfig(vocab_size=300, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
@@ -95,12 +96,14 @@ class Run:
         """Trains until the end or until the workers give way; `prepare` plants what happens meanwhile."""
         self.notice = Notice()
         self._monkeypatch.setattr(loop, "own_notice", self.notice)
-        tokens, tokenizer, spent = self._corpus / "tokens", self._corpus / "tokenizer", Spent(0.0, 0.0)
-        task = TrainTask(self.config, tokens, tokenizer, spent, None, Fence(self.folder))
-        worker = TrainWorker(task, torch.device("cpu"))
+        worker = TrainWorker(self.task(), torch.device("cpu"))
         prepare(worker)
         worker.train()
         return worker
+
+    def task(self) -> TrainTask:
+        tokens, tokenizer, spent = self._corpus / "tokens", self._corpus / "tokenizer", Spent(0.0, 0.0)
+        return TrainTask(self.config, tokens, tokenizer, spent, None, Fence(self.folder))
 
     def give_way(self, prepare: Callable[[TrainWorker], None] = lambda _: None) -> None:
         with pytest.raises(GaveWay):
@@ -224,6 +227,47 @@ def test_notice_before_step_1_ends_cleanly_and_leaves_no_checkpoint(undisturbed:
     assert run.rows() == []
     run.start()
     run.assert_equals(undisturbed)
+
+
+def with_micro_batch(run: Run, size: Any) -> Run:
+    run.config = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, micro_batch_size=size))
+    return run
+
+
+def test_auto_run_is_bit_for_bit_the_run_with_the_size_that_was_found(
+    corpus: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_micro_batch(run, "auto").start()
+    (size,) = {row.micro_batch_size for row in run.rows()}
+    assert 6 % size == 0
+    given = with_micro_batch(Run(corpus, tmp_path / "given", monkeypatch), size)
+    given.start()
+    run.assert_equals(given)
+
+
+def test_resumed_auto_run_takes_the_size_it_had_and_equals_the_undisturbed_one(
+    corpus: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = with_micro_batch(Run(corpus, tmp_path / "undisturbed", monkeypatch), 2)
+    undisturbed.start()
+
+    def seem_fastest(size: int) -> Callable[[Any, int], float]:
+        return lambda _trial, tried: 0.1 if tried == size else float(tried)
+
+    monkeypatch.setattr(MicroBatchTrial, "__call__", seem_fastest(2))
+    with_micro_batch(run, "auto").give_way(run.notice_in_validation)
+    monkeypatch.setattr(MicroBatchTrial, "__call__", seem_fastest(6))
+    run.start()
+    assert {row.micro_batch_size for row in run.rows()} == {2}
+    run.assert_equals(undisturbed)
+
+
+def test_start_that_is_refused_fails_the_run_with_its_reason(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MicroBatchTrial, "__call__", lambda _trial, _size: None)
+    task = with_micro_batch(run, "auto").task()
+    assert loop._start(task, torch.device("cpu")) is None
+    with pytest.raises(RuntimeError, match=r"out of memory, and there is no smaller micro-batch"):
+        raise_failure(run.folder)
 
 
 def plant_nan(worker: TrainWorker, step: int) -> None:
