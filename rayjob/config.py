@@ -80,6 +80,7 @@ class TrainConfig:
     eval_interval: int = 500  # steps; the last step is always evaluated
     grad_clip: float = 1.0
     step_timeout_s: float = 120.0  # a collective that takes longer is a hung worker
+    preflight: bool = True  # check link, step, storage and space before each start of training
 
     @property
     def is_compiled(self) -> bool:

@@ -1,7 +1,8 @@
 """The training recipe, top to bottom: what each Ray Train worker runs.
 
 1. Open the windows; build the model or go on from the newest sound checkpoint.
-2. Wrap in DDP ourselves: Ray's own wrapper leaves a single worker bare, without no_sync(). Find the micro-batch.
+2. Wrap in DDP ourselves: Ray's own wrapper leaves a single worker bare, without no_sync(). Find the micro-batch, and
+   check link, step, storage and space before paid work.
 3. Per step: the step's windows -> micro-batches -> train_step -> a row of metrics.csv.
 4. At eval_interval and at the end: validate on all workers, draw a sample.
 5. Save in the background when validated or when due; wait for it before a stop, before giving way and at the end.
@@ -13,7 +14,6 @@ it up before anything else, so that the finished run is the one that would have 
 
 import dataclasses
 import logging
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,30 +28,23 @@ from rayjob.config import JobConfig
 from rayjob.corpus.blocks import Manifest
 from rayjob.lease import Fence
 from rayjob.store.runs import publish_run
-from rayjob.store.shared import check_shared
 from rayjob.training.attempt import Attempt
 from rayjob.training.bad_numbers import BadSteps
 from rayjob.training.ddp import wrap
 from rayjob.training.evaluation import Evaluation, EvaluationAbandoned, evaluate
-from rayjob.training.failure import (
-    StartRefusedError,
-    forget_passed_errors,
-    has_failed,
-    remembered_errors,
-    write_bad_numbers,
-    write_failure,
-)
+from rayjob.training.failure import forget_passed_errors, write_bad_numbers, write_failure
 from rayjob.training.feed import StepFeed, open_windows
 from rayjob.training.host_copy import restore_rng
 from rayjob.training.metrics import Spent
-from rayjob.training.micro_batch import naming_smaller_size, settle_micro_batch
+from rayjob.training.micro_batch import settle_micro_batch
 from rayjob.training.notice import GaveWay, own_notice
+from rayjob.training.preflight import run_preflight
 from rayjob.training.recorder import Recorder
 from rayjob.training.sample import draw_sample
 from rayjob.training.saver import SaveFailedError, Saver, SaverHooks
 from rayjob.training.saving import RunIdentity, RunState, state_document
 from rayjob.training.schedule import WindowOrder, learning_rate, max_steps
-from rayjob.training.start import begin_group_attempt, from_rank_0, set_up_device, settle_buckets, start_or_resume
+from rayjob.training.start import begin_group_attempt, settle_buckets, start_or_resume
 from rayjob.training.step import Wishes, train_step
 from rayjob.training.trial import MicroBatchTrial
 
@@ -68,43 +61,6 @@ class TrainTask:
     spent: Spent  # before this driver, steps that are done again included
     stop_signal: Any  # handle of a StopSignal actor
     fence: Fence  # asked before anything of the run is written
-
-
-def train_loop(loop_config: dict[str, Any]) -> None:
-    """Trains until the last step, a request to stop or the end of the budget; Ray Train calls it in every worker."""
-    task: TrainTask = loop_config["task"]
-    run_folder = task.config.run_folder
-    _hide_reports_of_ray()
-    check_shared(task.config)
-    device = set_up_device(dist.get_world_size())
-    # Rank 0 looks and tells the others, so that all do the same.
-    failed, group = from_rank_0((has_failed(run_folder), uuid.uuid4().hex), device)
-    if failed:
-        return
-    rank = dist.get_rank()
-    try:
-        with remembered_errors(run_folder, group, rank, step=lambda: -1):
-            worker = _start(task, device)
-        if worker is None:
-            return
-        with (
-            remembered_errors(run_folder, group, rank, step=lambda: worker.state.step),
-            naming_smaller_size(task.config, worker.micro_batch_size),
-        ):
-            worker.train()
-    finally:
-        own_notice.answer()  # whatever ended it, who gave the notice must not wait
-
-
-def _start(task: TrainTask, device: torch.device) -> "TrainWorker | None":
-    """Returns a worker that is ready for its next step; None, on all ranks, if training must not begin here."""
-    try:
-        return TrainWorker(task, device)
-    except StartRefusedError as error:
-        if dist.get_rank() == 0:
-            logger.error("%s", error)
-            write_failure(task.config.run_folder, f"{error}.")
-        return None
 
 
 class TrainWorker:
@@ -133,7 +89,9 @@ class TrainWorker:
         trial = MicroBatchTrial(config, self.model, self.optimizer, device, self.precision)
         self.micro_batch_size = settle_micro_batch(config, trial, device, task.fence)
         self.feed = StepFeed(windows, self.order, self.micro_batch_size, rank, n_workers, device)
-        settle_buckets(self.ddp, self.feed, self.precision)
+        first_s = settle_buckets(self.ddp, self.feed, self.precision)
+        if config.train.preflight:
+            run_preflight(config, self.ddp, self.feed, self.state.step, first_s)
         self.bad_steps = BadSteps(self.model, self.precision, config.failure.max_bad_steps)
         self.recorder = (
             Recorder(config, self.state, task.spent, n_workers, device, task.stop_signal, task.fence)
@@ -290,12 +248,6 @@ class TrainWorker:
             )
             logger.warning("%s, %s in %.1f s", told, saved, own_notice.age_s)
         raise GaveWay(told)
-
-
-def _hide_reports_of_ray() -> None:
-    """Keeps Ray Train's line about every report of every worker off the console; its warnings stay."""
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(lambda record: record.levelno >= logging.WARNING or "/ray/train/" not in record.pathname)
 
 
 def _report(folder: Path | None, state: RunState) -> None:

@@ -4,6 +4,7 @@ A notice comes at an exact moment, as Ray's would: the loop reads it from `own_n
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from model.tokenizer import Tokenizer, train_tokenizer
 from rayjob.config import CheckpointConfig, CostConfig, JobConfig, OptimizerConfig, TokenizerConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest, Row, SplitTotals, write_block
 from rayjob.lease import Fence
-from rayjob.training import loop, recorder
+from rayjob.training import entry, loop, recorder
 from rayjob.training.failure import has_failed, raise_failure
 from rayjob.training.loop import TrainTask, TrainWorker
 from rayjob.training.metrics import MetricsRow, Spent, read_metrics
@@ -265,9 +266,19 @@ def test_resumed_auto_run_takes_the_size_it_had_and_equals_the_undisturbed_one(
 def test_start_that_is_refused_fails_the_run_with_its_reason(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MicroBatchTrial, "__call__", lambda _trial, _size: None)
     task = with_micro_batch(run, "auto").task()
-    assert loop._start(task, torch.device("cpu")) is None
+    assert entry._start(task, torch.device("cpu")) is None
     with pytest.raises(RuntimeError, match=r"out of memory, and there is no smaller micro-batch"):
         raise_failure(run.folder)
+
+
+def test_preflight_changes_nothing_of_the_run_and_can_be_left_out(
+    undisturbed: Run, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        run.config = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, preflight=False))
+        run.start()
+        assert "preflight" not in caplog.text
+    run.assert_equals(undisturbed)
 
 
 def plant_nan(worker: TrainWorker, step: int) -> None:
