@@ -32,8 +32,8 @@ from rayjob.training.storage_probe import StorageSpeed, free_bytes, measure_stor
 logger = logging.getLogger(__name__)
 
 OK, SLOW, FAILED = "ok", "slow", "FAILED"
-LINK_SHARE = 0.75  # of train.step_timeout_s: before Ray and the process group end the worker without saying why
-_STORAGE_SHARE = 0.5  # of the same, while the other workers wait for rank 0
+LINK_SHARE = 0.9  # of train.step_timeout_s: after Ray has named a worker that is frozen, before the group gives up
+_STORAGE_SHARE = 0.8  # of the same, while the other workers wait for rank 0
 _SLOW_LINK = 0.5  # of the bandwidth that is usual between such GPUs
 _SLOW_SAVE_S = 60.0  # saves are in the background, but a preemption's deadline is not
 _GIB = 2**30
