@@ -46,6 +46,7 @@ from rayjob.training.saving import RunIdentity, RunState, state_document
 from rayjob.training.schedule import WindowOrder, learning_rate, max_steps
 from rayjob.training.start import begin_group_attempt, settle_buckets, start_or_resume
 from rayjob.training.step import Wishes, train_step
+from rayjob.training.step_clock import StepClock
 from rayjob.training.trial import MicroBatchTrial
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class TrainWorker:
         trial = MicroBatchTrial(config, self.model, self.optimizer, device, self.precision)
         self.micro_batch_size = settle_micro_batch(config, trial, device, task.fence)
         self.feed = StepFeed(windows, self.order, self.micro_batch_size, rank, n_workers, device)
+        self.clock = StepClock(device)
         first_s = settle_buckets(self.ddp, self.feed, self.precision)
         if config.train.preflight:
             run_preflight(config, self.ddp, self.feed, self.state.step, first_s)
@@ -159,7 +161,9 @@ class TrainWorker:
     def _step(self) -> Wishes:
         """Does a step with all that belongs to it, and returns what the workers wish then."""
         index, train = self.state.step, self.config.train
+        self.clock.begin(index)
         batch = self.feed.step_batch(index)
+        self.clock.mark("data")
         lr = learning_rate(self.config.optimizer, index, self.n_steps)
         result = train_step(
             self.ddp,
@@ -169,6 +173,7 @@ class TrainWorker:
             grad_clip=train.grad_clip,
             precision=self.precision,
             wishes=self._wishes,
+            mark=self.clock.mark,
         )
         step_s = batch.seconds_since_start()
         self.state = self.state.after_step(batch.n_tokens, result.is_skipped)
@@ -180,10 +185,13 @@ class TrainWorker:
             wishes = Wishes(stop=True)
         elif self.state.step % train.eval_interval == 0 or self.state.step == self.n_steps:
             evaluation, wishes = self._evaluate(wishes)
+        self.clock.mark("evaluation")
         if self.recorder:
             if evaluation and self._is_worth_saving():
                 self._record_sample(self.recorder)
-            self.state = self.recorder.record(self.state, self.order.epoch(index), batch, step_s, lr, result)
+            epoch, split = self.order.epoch(index), self.clock.take()
+            self.state = self.recorder.record(self.state, epoch, batch, step_s, lr, result, split)
+            self.clock.mark("logging")
             if reason:
                 write_bad_numbers(self.config.run_folder, reason, self.bad_steps.window_ids())
         if wishes.leave:

@@ -28,11 +28,13 @@ from rayjob.training.loop import TrainTask, TrainWorker
 from rayjob.training.metrics import MetricsRow, Spent, read_metrics
 from rayjob.training.notice import GaveWay, Notice
 from rayjob.training.saving import RunState
+from rayjob.training.step_clock import StepSplit
 from rayjob.training.trial import MicroBatchTrial
 
 N_STEPS = 12
 MODEL = ModelConfig(vocab_size=300, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
-TIMES = {"tokens_per_s", "mfu_pct", "data_wait_pct", "cost_usd", "elapsed_s", "wall_time"}
+SPLIT = {field.name for field in dataclasses.fields(StepSplit)}
+TIMES = {"tokens_per_s", "mfu_pct", "data_wait_pct", "cost_usd", "elapsed_s", "wall_time"} | SPLIT
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,6 +162,17 @@ def test_run_has_a_row_for_each_step_and_evaluates_where_it_should(undisturbed: 
     assert [row.step for row in undisturbed.rows()] == list(range(1, N_STEPS + 1))
     assert [row.step for row in undisturbed.rows() if row.val_loss is not None] == [4, 8, 12]
     assert not any(row.skipped for row in undisturbed.rows())
+
+
+def test_every_tenth_step_is_split_up_in_the_row_after_it(undisturbed: Run) -> None:
+    rows = undisturbed.rows()
+    assert [row.step for row in rows if row.forward_s is not None] == [2, 12], "of steps 1 and 11"
+    for row in (rows[1], rows[11]):
+        parts = {name: getattr(row, name) for name in SPLIT}
+        assert all(seconds is not None and seconds >= 0 for seconds in parts.values())
+        assert parts["forward_s"] > 0
+        assert parts["backward_s"] > 0
+        assert sum(parts.values()) < row.elapsed_s, "they do not overlap, and the step before lies within the run"
 
 
 @pytest.mark.parametrize("keep", [1, 2])
