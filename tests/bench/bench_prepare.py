@@ -37,7 +37,7 @@ import ray
 
 from model.tokenizer import MODEL_FILE, Tokenizer
 from rayjob.config import DataConfig, TokenizerConfig
-from rayjob.corpus import plans, prepare
+from rayjob.corpus import plans, prepare, vocabulary
 
 BOOKCORPUS_MB = 4_560
 BASELINE_ROWS = 100_000
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--mb", type=int, default=300, help="millions of bytes of text")
     parser.add_argument("--cpus", type=int, default=os.cpu_count())
-    parser.add_argument("--vocab-size", type=int, default=16_000)
+    parser.add_argument("--vocab_size", type=int, default=16_000)
     parser.add_argument("--double", action="store_true", help="measure memory with twice the text as well")
     parser.add_argument("--storage", type=Path, help="where the text and the blocks go for a while")
     return parser.parse_args()
@@ -214,8 +214,8 @@ def timed(seconds: dict[str, float]) -> Iterator[None]:
         (plans, "ensure_scanned", "scan"),
         (plans, "build_row_catalog", "catalog"),
         (plans, "plan_row_units", "plan"),
-        (prepare, "count_words", "words"),
-        (prepare, "_ensure_tokenizer", "tokenizer"),
+        (vocabulary, "count_words", "words"),
+        (prepare, "ensure_tokenizer", "tokenizer"),
         (prepare, "write_blocks", "blocks"),
     ]
     originals = [(module, name, getattr(module, name)) for module, name, _ in stages]

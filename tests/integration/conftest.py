@@ -1,4 +1,4 @@
-"""One local Ray for all integration tests of a session; a corpus and a storage for the runs of a module."""
+"""A local Ray, a corpus and a storage for the runs of a module."""
 
 import tempfile
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 from tests.integration.jobs import REPOSITORY, write_books
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     """A real local Ray with two CPUs, in a temporary folder of its own and without authentication."""
     with (

@@ -14,7 +14,7 @@ from model.checkpoint import latest_checkpoint, step_of, verify_checkpoint
 from tests.integration.jobs import Job, write_books
 from tests.integration.nodes import PREEMPTION_S, Cluster
 
-pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # 17.3 million parameters: 207 MB of weights and moments. Nothing but a notice saves.
 SETTINGS = """

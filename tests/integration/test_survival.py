@@ -18,10 +18,10 @@ from rayjob.training.schedule import WindowOrder
 from tests import kills
 from tests.integration.jobs import Job, wait_until
 
-pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEP_TIMEOUT_S = 6
-SETTINGS = [f"train.step_timeout_s={STEP_TIMEOUT_S}", "failure.max_failures=1", "tracking.tensorboard=false"]
+SETTINGS = ["failure.max_failures=1", "tracking.tensorboard=false"]
+STEP_TIMEOUT = "train.step_timeout_s=10"
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_worker_told_to_go_and_worker_that_hangs_leave_the_run_as_the_undisturbe
     undisturbed = Job(corpus, storage, "undisturbed", *SETTINGS)
     assert undisturbed.run() == 0, undisturbed.log.read_text()[-3000:]
 
-    job = Job(corpus, storage, "disturbed", *SETTINGS)
+    job = Job(corpus, storage, "disturbed", *SETTINGS, STEP_TIMEOUT)
     process = job.start()
     parts = kills.Parts(lambda: kills.family(process.pid), job.run_folder)
     job.wait_for_step(25, process)

@@ -32,7 +32,7 @@ SETTINGS = """
     optimizer.warmup_steps=5 optimizer.lr=1e-3 checkpoint.interval_steps=10 tracking.tensorboard=false
 """.split()
 
-pytestmark = [pytest.mark.unproven, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer, train_tokenizer
@@ -13,6 +14,10 @@ from model.tokenizer import Tokenizer, train_tokenizer
 # The models here are tiny: a second thread costs more in waiting than it
 # computes, most of all on a busy machine.
 torch.set_num_threads(1)
+
+# How long an example takes says something of the machine, and nothing of the code.
+settings.register_profile("rayjob", deadline=None)
+settings.load_profile("rayjob")
 
 
 @pytest.fixture(scope="session")

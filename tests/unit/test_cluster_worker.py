@@ -15,8 +15,9 @@ from tests.unit.test_cluster_spot import GOOGLE, NOBODY, MetadataServer, metadat
 __all__ = ["metadata"]  # a fixture
 
 NODE = """
-import signal, sys
-signal.signal(signal.SIGTERM, lambda *_: (print("drained", flush=True), sys.exit(7)))
+import os, signal, sys
+# Not print(), in which the signal may find the process.
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"drained\\n"), sys.exit(7)))
 print("up", flush=True)
 signal.pause()
 """
