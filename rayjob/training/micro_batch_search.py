@@ -13,6 +13,7 @@ from rayjob.training.failure import StartRefusedError
 
 logger = logging.getLogger(__name__)
 
+N_PASSES = 4  # forwards and backwards of a trial: the first warms up
 _SLOWER = 1.01  # times of two runs of one size differ by about as much
 
 
@@ -85,15 +86,20 @@ def _walk(
 ) -> list[Measured]:
     """Tries sizes in order until one does not fit, is slower than the best, or would take too long to try."""
     for size in sizes:
-        last, before_s = tried[-1], tried[-2].elapsed_s if len(tried) > 1 else 0.0
-        cost_s = (last.elapsed_s - before_s) * max(1.0, size / last.size)
-        if last.elapsed_s + cost_s > budget_s:
+        if tried[-1].elapsed_s + _cost_s(tried, size) > budget_s:
             break
         best_s = min(_seconds(at, step_time) for at in tried)
         tried = [*tried, measure(size)]
         if _seconds(tried[-1], step_time) > _SLOWER * best_s:
             break
     return tried
+
+
+def _cost_s(tried: list[Measured], size: int) -> float:
+    """What a trial will probably take: as long as the last, whose compilation does not grow with the size."""
+    last, before_s = tried[-1], tried[-2].elapsed_s if len(tried) > 1 else 0.0
+    growth = max(0.0, size / last.size - 1)
+    return last.elapsed_s - before_s + N_PASSES * (last.micro_step_s or 0.0) * growth
 
 
 def _seconds(at: Measured, step_time: StepTime) -> float:

@@ -15,9 +15,10 @@ from torch import Tensor
 from model.llama import Llama
 from rayjob.config import JobConfig
 from rayjob.memory import activation_bytes
+from rayjob.training.micro_batch_search import N_PASSES
 from rayjob.training.step import autocast
 
-_N_TIMED = 3  # the fastest counts: whatever else the machine does only adds
+_N_TIMED = N_PASSES - 1  # the fastest counts: whatever else the machine does only adds
 _TIMED_S = 1.0  # after which no further one is timed
 _MOST_OF_GPU = 0.9  # of its memory may be used: evaluation, samples and scattered free pieces need some too
 _MOST_OF_HOST = 0.8  # of what is free

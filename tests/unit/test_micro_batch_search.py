@@ -73,10 +73,25 @@ def test_model_of_which_no_window_fits_is_refused_with_what_to_do() -> None:
         Device(lambda n: 0.1, room=0).search(first=8)
 
 
-@pytest.mark.parametrize(("trial_s", "tried"), [(25.0, [8]), (16.0, [8, 4]), (14.0, [8, 16]), (1.0, [8, 16, 32, 96])])
+@pytest.mark.parametrize(
+    ("trial_s", "tried"),
+    [
+        (0.1, [8, 16, 32, 96]),
+        (20.0, [8, 16]),  # compiling takes as long for any size
+        (25.0, [8]),  # 25 + 25 > 45
+    ],
+)
 def test_no_size_is_tried_that_would_probably_end_after_the_budget(trial_s: float, tried: list[int]) -> None:
-    # By the rule the next trial takes as long as the last one, times what the size grows by:
-    # 16 + 2 x 16 > 45, but a smaller one may be tried in 16 s.
-    device = Device(lambda n: 0.1 + 0.01 * n, trial_s=trial_s)
+    device = Device(lambda n: 0.1 + 0.001 * n, trial_s=trial_s)
     device.search(first=8, budget_s=45.0)
     assert device.tried == tried
+
+
+def test_passes_grow_with_the_size_and_are_reckoned_with() -> None:
+    # Two windows take 3.5 s; a trial of four would take the 14 s of the last one and four times 3.5 s more.
+    slow = Device(lambda n: 1.5 + n, trial_s=14.0)
+    slow.search(first=2, budget_s=41.9)
+    assert slow.tried == [2, 1], "the smaller one takes no longer than the last"
+    slow.tried.clear()
+    slow.search(first=2, budget_s=42.1)
+    assert slow.tried == [2, 4]
