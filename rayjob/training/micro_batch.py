@@ -111,7 +111,8 @@ def _key_of(config: JobConfig, device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
     compiled = "compiled" if train.is_compiled else "not compiled"
     batch = f"{train.micro_batch_size} of {train.global_batch_size} windows of {config.model.max_seq_len} tokens"
-    return f"{dist.get_world_size()} x {name}, {train.precision}, {compiled}, {batch}"
+    model = f"{config.model.n_params} parameters in {config.model.n_layers} layers"
+    return f"{dist.get_world_size()} x {name}, {train.precision}, {compiled}, {model}, {batch}"
 
 
 def _read(path: Path) -> dict[str, Any]:

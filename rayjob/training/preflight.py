@@ -117,13 +117,13 @@ def _check_storage(config: JobConfig) -> list[Check]:
     folder, n_bytes = config.run_folder, checkpoint_bytes(config.model)
     limit_s = _STORAGE_SHARE * config.train.step_timeout_s
     late = f"{folder} took no {n_bytes / _GIB:.2f} GiB in {limit_s:.0f} s: its storage hangs, mount it again."
-    space = _check_space(config, n_bytes)
-    if space.verdict == FAILED:
-        return [space]  # a write would only fill it up
     try:
+        space = _check_space(config, n_bytes)
+        if space.verdict == FAILED:
+            return [space]  # a write would only fill it up
         return [_judge_storage(within(limit_s, lambda: measure_storage(folder, n_bytes), late), n_bytes), space]
     except OSError as error:
-        return [Check("storage", str(error), FAILED, "make `storage` writable, or choose another one"), space]
+        return [Check("storage", str(error), FAILED, "make `storage` writable, or choose another one")]
 
 
 def _judge_storage(speed: StorageSpeed, n_bytes: int) -> Check:

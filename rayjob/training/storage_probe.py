@@ -11,7 +11,7 @@ from rayjob.store.address import uri_of
 from rayjob.store.s3 import delete_file, download, upload
 
 PROBE_FILE = "preflight.tmp"  # nothing publishes, adopts or keeps a .tmp
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 32 << 20  # synced one by one, for a system takes any amount into memory at once
 _MOST_S = 3.0  # of writing: a slow storage is known by then, and waiting for the whole would only cost
 _MOST_BYTES_TO_STORE = 32 << 20  # an object store's rate is known by then
 
@@ -62,8 +62,8 @@ def _measure_file(path: Path, n_bytes: int) -> StorageSpeed:
     with path.open("wb") as file:
         while written < n_bytes and (written == 0 or time.perf_counter() - started_at_s < _MOST_S):
             written += file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
     write_s = time.perf_counter() - started_at_s
     started_at_s = time.perf_counter()
     with path.open("rb") as file:

@@ -97,7 +97,8 @@ def run_worker(rank: int, port: int, storage: Path) -> dict[str, Any]:
             require_link(CPU, limit_s=0.5)
         result["hung"] = str(hung.value)
         gone.touch()
-    while not gone.exists():
+    deadline_s = time.monotonic() + 120  # should rank 0 end otherwise
+    while not gone.exists() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return result
 
@@ -204,12 +205,12 @@ def test_storage_is_given_no_more_than_was_asked_for(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(storage_probe, "_PIECE_BYTES", 1_000)
     speed = measure_storage(tmp_path, 2_500)
-    assert written == [3_000], "in whole pieces"
+    assert written == [1_000, 2_000, 3_000], "piece by piece"
     assert speed.write_bytes_per_s > 0
     assert speed.read_bytes_per_s > 0
     monkeypatch.setattr(storage_probe, "_MOST_S", 0.0)
     measure_storage(tmp_path, 2_500)
-    assert written == [3_000, 1_000], "a slow storage only the first piece"
+    assert written[3:] == [1_000], "a slow storage only the first piece"
 
 
 def test_space_is_needed_for_the_checkpoints_that_are_not_there_yet(
