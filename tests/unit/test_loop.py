@@ -276,12 +276,34 @@ def test_resumed_auto_run_takes_the_size_it_had_and_equals_the_undisturbed_one(
     run.assert_equals(undisturbed)
 
 
-def test_start_that_is_refused_fails_the_run_with_its_reason(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MicroBatchTrial, "__call__", lambda _trial, _size: None)
-    task = with_micro_batch(run, "auto").task()
-    assert entry._start(task, torch.device("cpu")) is None
+def enter(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the loop as Ray enters it; only the device comes from elsewhere."""
+    monkeypatch.setattr(entry, "set_up_device", lambda _: torch.device("cpu"))
+    (run.folder / "config.yaml").touch()
+    entry.train_loop({"task": run.task()})
+
+
+def test_rays_entry_checks_and_trains_as_the_loop_does(
+    undisturbed: Run, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        enter(run, monkeypatch)
+    assert "preflight\n  step " in caplog.text
+    run.assert_equals(undisturbed)
+
+
+def test_start_that_is_refused_fails_the_run_with_its_reason_and_is_not_tried_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(MicroBatchTrial, "__call__", lambda _trial, size: tried.append(size))
+    enter(with_micro_batch(run, "auto"), monkeypatch)  # returns: an error would have Ray start it again
+    assert tried == [6, 2, 1]
     with pytest.raises(RuntimeError, match=r"out of memory, and there is no smaller micro-batch"):
         raise_failure(run.folder)
+    enter(run, monkeypatch)
+    assert tried == [6, 2, 1], "by another worker of the same driver"
+    assert run.rows() == []
 
 
 def test_preflight_changes_nothing_of_the_run_and_can_be_left_out(
