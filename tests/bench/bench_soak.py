@@ -132,7 +132,9 @@ class Soak:
             return
         for _ in kills.ticks("training to go on"):
             if self.command.poll() is not None:
-                assert self.command.returncode != 0, "the run was done before the kills were: give it more steps"
+                # Not its exit code, which is lost of a process that was killed and waited for by psutil.
+                is_done = kills.last_step(self.parts.run_folder) == self.steps
+                assert not is_done, "the run was done before the kills were: give it more steps"
                 self.start()
             if kills.starts(self.parts.run_folder) > begun and self.parts.rank_0():
                 return
