@@ -234,9 +234,16 @@ def show_config(config: JobConfig) -> dict[str, Any]:
             "head_dim": model.head_dim,
             "vocab_size": model.vocab_size,
             "tokens_per_step": config.tokens_per_step,
-            "grad_accum_steps": config.train.grad_accum_steps,
+            **_micro_batches(config),
         }
     }
+
+
+def _micro_batches(config: JobConfig) -> dict[str, Any]:
+    """How a step is cut into micro-batches; of `auto` only what it will be chosen from."""
+    if config.train.micro_batch_size == "auto":
+        return {"grad_accum_steps": None, "micro_batch_sizes": config.train.micro_batch_sizes}
+    return {"grad_accum_steps": config.train.grad_accum_steps}
 
 
 def _prepared_corpus(config: JobConfig, remedy: str) -> PreparedCorpus:

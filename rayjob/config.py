@@ -15,6 +15,8 @@ from rayjob.store.address import address_problems
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
+_USUAL_MICRO_BATCH = 32  # windows
+
 
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one sentence a line."""
@@ -70,7 +72,7 @@ class TrainConfig:
     num_workers: int | tuple[int, int] = 4  # [min, max]: as many as there is room for
     use_gpu: bool = True
     global_batch_size: int = 384  # windows per optimizer step over all workers
-    micro_batch_size: int = 32  # windows per worker per forward
+    micro_batch_size: Literal["auto"] | int = 32  # windows per worker per forward; auto: measured before step 1
     epochs: int = 3
     max_steps: int | None = None  # replaces `epochs` when set
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -78,6 +80,7 @@ class TrainConfig:
     eval_interval: int = 500  # steps; the last step is always evaluated
     grad_clip: float = 1.0
     step_timeout_s: float = 120.0  # a collective that takes longer is a hung worker
+    preflight: bool = True  # check link, step, storage and space before each start of training
 
     @property
     def is_compiled(self) -> bool:
@@ -92,9 +95,22 @@ class TrainConfig:
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
     @property
+    def micro_batch_sizes(self) -> list[int]:
+        """The sizes, ascending, of which every worker gets equally many in a step of the greatest number of workers."""
+        share = self.global_batch_size // self.max_workers
+        return [size for size in range(1, share + 1) if share % size == 0]
+
+    @property
+    def assumed_micro_batch_size(self) -> int:
+        """The configured size; of `auto`, while no worker has measured, the largest one up to the usual 32."""
+        if isinstance(self.micro_batch_size, int):
+            return self.micro_batch_size
+        return max(size for size in self.micro_batch_sizes if size <= _USUAL_MICRO_BATCH)
+
+    @property
     def grad_accum_steps(self) -> int:
         """Micro-steps per optimizer step of all workers: its micro-batches dealt to them, rounded up."""
-        return math.ceil(self.global_batch_size / (self.micro_batch_size * self.max_workers))
+        return math.ceil(self.global_batch_size / (self.assumed_micro_batch_size * self.max_workers))
 
     def problems(self) -> list[str]:
         found = [
@@ -106,24 +122,33 @@ class TrainConfig:
                 "max_steps",
                 "eval_interval",
             )
-            if (value := getattr(self, name)) is not None and value < 1
+            if (value := getattr(self, name)) not in (None, "auto") and value < 1
         ]
         if not 1 <= self.min_workers <= self.max_workers:
             given = self.num_workers if isinstance(self.num_workers, int) else list(self.num_workers)
             found.append(f"train.num_workers={given} must be at least 1, or [min, max] with 1 <= min <= max.")
-        # Fewer workers than the greatest number are dealt hands that differ by a micro-batch at most.
-        if not found and self.global_batch_size % (per_round := self.micro_batch_size * self.max_workers):
-            lower = self.global_batch_size // per_round * per_round
-            use = f"{lower} or {lower + per_round}" if lower else f"{per_round}"
-            found.append(
-                f"train.global_batch_size={self.global_batch_size} must be a multiple of micro_batch_size x "
-                f"num_workers ({self.micro_batch_size} x {self.max_workers} = {per_round}): use {use}."
-            )
+        if not found:
+            found += self._batch_problems()
         if not self.grad_clip > 0:
             found.append(f"train.grad_clip={self.grad_clip} must be above 0; 1.0 is usual.")
         if not self.step_timeout_s >= 1:
             found.append(f"train.step_timeout_s={self.step_timeout_s} must be at least 1 second.")
         return found
+
+    def _batch_problems(self) -> list[str]:
+        """Fewer workers than the greatest number are dealt hands that differ by a micro-batch at most."""
+        size, workers = self.micro_batch_size, self.max_workers
+        per_round = workers if size == "auto" else size * workers
+        if self.global_batch_size % per_round == 0:
+            return []
+        lower = self.global_batch_size // per_round * per_round
+        use = f"{lower} or {lower + per_round}" if lower else f"{per_round}"
+        of = (
+            f"num_workers ({workers})"
+            if size == "auto"
+            else f"micro_batch_size x num_workers ({size} x {workers} = {per_round})"
+        )
+        return [f"train.global_batch_size={self.global_batch_size} must be a multiple of {of}: use {use}."]
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,9 @@ def _as_type(value: Any, hint: Any) -> Any:
 
 
 def _suits(value: Any, hint: Any) -> bool:
-    """Whether of a union's types `hint` is the one to read `value` by: a list as a tuple, all else as the first."""
+    """Whether of a union's types `hint` may read `value`: a word its literal, a list a tuple, all else the first."""
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
     return hint is not types.NoneType and isinstance(value, list) == (typing.get_origin(hint) is tuple)
 
 
@@ -184,7 +186,7 @@ def _describe(hint: Any) -> str:
         kinds = " or ".join(_describe(arg) for arg in args if arg is not types.NoneType)
         return kinds + (" (or null)" if types.NoneType in args else "")
     if origin is typing.Literal:
-        return "one of " + ", ".join(args)
+        return ("one of " if len(args) > 1 else "") + ", ".join(args)
     if origin is tuple:
         return f"a list of {_describe(args[0])}" + ("" if args[-1] is Ellipsis else f", {len(args)} of them")
     return {bool: "true or false", int: "a whole number", float: "a finite number", str: "text (quote it)"}[hint]

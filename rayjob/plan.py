@@ -5,17 +5,18 @@
 3. Other numbers of GPUs follow from the model of a step in `rayjob/step_time.py`, fitted to that time.
 """
 
+import dataclasses
 import math
 import statistics
 from typing import Any
 
-from model.loss import MAX_LOGITS
 from rayjob.config import JobConfig
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import find_prepared
 from rayjob.corpus.rows import inspect_files
 from rayjob.corpus.sources import find_sources
 from rayjob.hardware import GPUS, Gpu
+from rayjob.memory import activation_bytes, state_bytes
 from rayjob.step_time import checkpoint_bytes, fit_efficiency, micro_batch_size, micro_steps, step_time
 from rayjob.training.metrics import MetricsRow, read_metrics
 from rayjob.training.schedule import WindowOrder, max_steps
@@ -42,11 +43,16 @@ def make_plan(config: JobConfig) -> dict[str, Any]:
     total_tokens = order.windows_seen(steps) * config.model.max_seq_len
     rows = list(read_metrics(config.run_folder))[-_FITTED_STEPS:]
     mfu_pct = _measured_gpu_mfu_pct(config, rows)
+    micro_batch_size, micro_batch_basis = _micro_batch_basis(config, rows)
+    least_memory_gib = _least_memory_gib(config)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=micro_batch_size))
     return {
         "parameters": config.model.n_params,
         "flops_per_token": config.model.flops_per_token,
         "mflop_per_token": round(config.model.flops_per_token / 1e6, 1),
         "tokens_per_step": config.tokens_per_step,
+        "micro_batch_size": micro_batch_size,
+        "micro_batch_basis": micro_batch_basis,
         "grad_accum_steps": config.train.grad_accum_steps,
         "corpus_tokens": tokens,
         "corpus_tokens_basis": basis,
@@ -57,25 +63,35 @@ def make_plan(config: JobConfig) -> dict[str, Any]:
         "mfu_basis": f"measured over {len(rows)} steps of {config.run_name}" if mfu_pct else "assumed",
         "measured": _measured(config, rows, steps),
         "gpus": config.train.max_workers,
-        "memory_per_gpu_gib": round(memory_per_gpu_gib(config), 1),
+        "memory_per_gpu_gib": round(memory_per_gpu_gib(config, micro_batch_size), 1),
         "checkpoint_gib": round(checkpoint_bytes(config.model) / _GIB, 2),
         "disk_gib": round(_disk_bytes(config, tokens) / _GIB, 1),
-        "gpu_types": {gpu.name: _on(gpu, config, total_tokens, mfu_pct or ASSUMED_MFU_PCT) for gpu in GPUS},
+        "gpu_types": {
+            gpu.name: _on(gpu, config, total_tokens, mfu_pct or ASSUMED_MFU_PCT)
+            | {"fits": least_memory_gib <= 0.95 * gpu.memory_gib}
+            for gpu in GPUS
+        },
     }
 
 
-def memory_per_gpu_gib(config: JobConfig) -> float:
-    """Returns an upper estimate: weights, gradients and moments in fp32, copies in bf16, activations, loss.
+def memory_per_gpu_gib(config: JobConfig, micro_batch_size: int) -> float:
+    """Returns an upper estimate of what training takes on each GPU."""
+    return (state_bytes(config) + activation_bytes(config, micro_batch_size)) / _GIB
 
-    Kept of a layer for backward, per token and in bf16: 9 vectors of d_model, two of them in fp32, and 3 of d_ff. The
-    loss holds one piece of logits in both precisions, and the weight's gradient in fp32 once more.
-    """
-    model, tokens = config.model, config.train.micro_batch_size * config.model.max_seq_len
-    width_bytes = 2 if config.train.precision == "bf16" else 4
-    state = model.n_params * (16 + width_bytes)
-    activations = tokens * model.n_layers * (9 * model.d_model + 3 * model.d_ff) * width_bytes
-    loss = min(MAX_LOGITS, tokens * model.vocab_size) * (width_bytes + 4) + 4 * model.vocab_size * model.d_model
-    return (state + activations + loss) / _GIB
+
+def _least_memory_gib(config: JobConfig) -> float:
+    """Returns what each GPU must have: a micro-batch of `auto` may become a single window."""
+    size = config.train.micro_batch_size
+    return memory_per_gpu_gib(config, 1 if size == "auto" else size)
+
+
+def _micro_batch_basis(config: JobConfig, rows: list[MetricsRow]) -> tuple[int, str]:
+    """Returns the micro-batch to reckon with and where it comes from: the run's own one where `auto` has found it."""
+    if isinstance(config.train.micro_batch_size, int):
+        return config.train.micro_batch_size, "configured"
+    if rows and rows[-1].micro_batch_size in config.train.micro_batch_sizes:
+        return rows[-1].micro_batch_size, f"found by {config.run_name}"
+    return config.train.assumed_micro_batch_size, "assumed: auto measures before the first step"
 
 
 def _disk_bytes(config: JobConfig, train_tokens: int) -> float:
@@ -117,7 +133,6 @@ def _on(gpu: Gpu, config: JobConfig, tokens: int, mfu_pct: float) -> dict[str, A
         "usd_per_gpu_hour": gpu.usd_per_hour,
         "peak_tflops": gpu.peak_tflops,
         "memory_gib": gpu.memory_gib,
-        "fits": memory_per_gpu_gib(config) <= 0.95 * gpu.memory_gib,
         "counts": {
             str(n): _time_and_cost(gpu, config, n, tokens, seconds)
             | {
@@ -192,7 +207,8 @@ def render_plan(plan: dict[str, Any]) -> str:
     lines = [
         f"parameters        {plan['parameters']:,}",
         f"per token         {plan['mflop_per_token']} MFLOP",
-        f"per step          {plan['tokens_per_step']:,} tokens ({plan['grad_accum_steps']} micro-steps)",
+        f"per step          {plan['tokens_per_step']:,} tokens ({plan['grad_accum_steps']} micro-steps "
+        f"of {plan['micro_batch_size']} windows, {plan['micro_batch_basis']})",
         f"corpus            {plan['corpus_tokens']:,} tokens ({plan['corpus_tokens_basis']})",
         f"run               {plan['steps']:,} steps, {plan['tokens']:,} tokens, {plan['epochs']} epochs",
         f"memory per GPU    {plan['memory_per_gpu_gib']} GiB",
@@ -201,8 +217,10 @@ def render_plan(plan: dict[str, Any]) -> str:
     if measured := plan["measured"]:
         lines.append(f"measured          {render_measured(measured)}")
     lines.append(f"at {plan['mfu_pct']:.0f} % MFU ({plan['mfu_basis']}) on {plan['gpus']} GPUs:")
+    is_auto = plan["micro_batch_basis"] != "configured"
+    remedy = "lower model.max_seq_len, or take a smaller model" if is_auto else "lower train.micro_batch_size"
     for name, on in plan["gpu_types"].items():
-        fits = "" if on["fits"] else f"  does not fit in {on['memory_gib']} GiB: lower train.micro_batch_size"
+        fits = "" if on["fits"] else f"  does not fit in {on['memory_gib']} GiB: {remedy}"
         lines.append(
             f"  {name:<10} {on['time_s'] / 3600:6.2f} h  ${on['cost_usd']:<8.2f} at ${on['usd_per_gpu_hour']:.2f}, "
             f"{on['checkpoint_traffic_gib']:.0f} GiB of checkpoints written{fits}"

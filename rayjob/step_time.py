@@ -61,12 +61,12 @@ def step_time(config: JobConfig, gpu: Gpu, n_gpus: int, efficiency: float) -> St
 
 def micro_steps(config: JobConfig, n_gpus: int) -> int:
     """Returns a worker's micro-steps at the configured micro-batch, or 1 where its share is smaller than that."""
-    return max(1, math.ceil(config.train.global_batch_size / (config.train.micro_batch_size * n_gpus)))
+    return max(1, math.ceil(config.train.global_batch_size / (config.train.assumed_micro_batch_size * n_gpus)))
 
 
 def micro_batch_size(config: JobConfig, n_gpus: int) -> int:
     """Returns the windows of a worker's forward: the configured ones, or its whole share of the batch if smaller."""
-    return min(config.train.micro_batch_size, max(1, config.train.global_batch_size // n_gpus))
+    return min(config.train.assumed_micro_batch_size, max(1, config.train.global_batch_size // n_gpus))
 
 
 def checkpoint_bytes(model: ModelConfig) -> int:

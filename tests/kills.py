@@ -6,6 +6,7 @@ was meant, and only then it is killed. If the moment has passed, it goes on, and
 
 import contextlib
 import csv
+import dataclasses
 import itertools
 import signal
 import statistics
@@ -18,9 +19,12 @@ import psutil
 from model.checkpoint import list_checkpoints, load_model, load_trainer_state
 from rayjob.training.attempt import STARTS_FILE
 from rayjob.training.metrics import METRICS_FILE, MetricsRow, parse_line, read_metrics
+from rayjob.training.step_clock import StepSplit
 
 # What two runs of the same numbers may differ in: when and how fast, and so for how much.
-INCIDENTAL = {"wall_time", "elapsed_s", "tokens_per_s", "mfu_pct", "data_wait_pct", "cost_usd"}
+INCIDENTAL = {"wall_time", "elapsed_s", "tokens_per_s", "mfu_pct", "data_wait_pct", "cost_usd"} | {
+    field.name for field in dataclasses.fields(StepSplit)
+}
 LIMIT_S = 240.0
 POLL_S = 0.004
 

@@ -18,10 +18,14 @@ WAIT_S = 60.0  # far beyond what any of these waits takes; a hang then fails ins
 
 
 class Gate:
-    """Lets tokens through, one a permit, once `hold` was called; the prompt (13,) raises instead."""
+    """Lets tokens through, one a permit, once `hold` was called.
+
+    The prompt (13,) raises instead, and while it `is_faulty` every one does.
+    """
 
     def __init__(self) -> None:
         self.is_open = True
+        self.is_faulty = False
         self.taken = 0
         self._permits = threading.Semaphore(0)
         self._take_token = engine_module.take_token
@@ -30,7 +34,8 @@ class Gate:
         self.is_open = False
 
     def permit(self, tokens: int) -> None:
-        self._permits.release(tokens)
+        if tokens:
+            self._permits.release(tokens)
 
     def release(self) -> None:
         self.is_open = True
@@ -39,8 +44,8 @@ class Gate:
     def __call__(self, sequence: EngineSequence, picked: GeneratedToken) -> Delta:
         if not self.is_open:
             assert self._permits.acquire(timeout=WAIT_S)
-        if sequence.spec.prompt == (13,):
-            raise ValueError("a broken sequence")
+        if self.is_faulty or sequence.spec.prompt == (13,):
+            raise ValueError("a secret inside")
         self.taken += 1
         return self._take_token(sequence, picked)
 

@@ -28,6 +28,10 @@ class RunFailedError(RuntimeError):
     """The run cannot go on as it is configured; the message says why and what to do."""
 
 
+class StartRefusedError(RuntimeError):
+    """Training must not begin on these machines; all ranks raise it alike, and the message says what to do."""
+
+
 def write_failure(run_folder: Path, message: str) -> None:
     """Writes down why the run cannot go on, and what to do."""
     write_atomically(run_folder / _FILE, json.dumps({"message": message}).encode())

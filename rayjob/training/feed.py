@@ -12,8 +12,10 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +89,12 @@ class StepBatch:
     all_window_ids: npt.NDArray[np.int64]  # of the step, over all workers
     n_tokens: int  # counted in the step over all workers
     started_at_s: float  # monotonic clock
-    wait_s: float  # spent making the batch
+    wait_s: float  # until the batch was there
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Windows of each forward, padding included."""
+        return self.micro_batches[0][0].shape[0]
 
     @property
     def fingerprint(self) -> int:
@@ -101,8 +108,19 @@ class StepBatch:
         return time.monotonic() - self.started_at_s
 
 
+class _HostBatch(NamedTuple):
+    """The same in the host's memory."""
+
+    micro_batches: list[tuple[Tensor, Tensor]]
+    window_ids: list[npt.NDArray[np.int64]]
+    all_window_ids: npt.NDArray[np.int64]
+
+
 class StepFeed:
-    """Makes a worker's micro-batches of any step: a pure function of (seed, step), whatever ran before."""
+    """Makes a worker's micro-batches of any step: a pure function of (seed, step), whatever ran before.
+
+    Those of the next step are made by a thread while this one is computed, on a GPU in pinned memory.
+    """
 
     def __init__(
         self,
@@ -118,23 +136,37 @@ class StepFeed:
         self._micro_batch_size = micro_batch_size
         self._rank, self._n_workers = rank, n_workers
         self._device = device
+        # Pinned memory belongs to a GPU's context, and a new thread would open one on the first GPU.
+        choose = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
+        self._thread = ThreadPoolExecutor(1, "feed", *choose)
+        self._ahead: tuple[int, Future[_HostBatch]] | None = None
 
     def step_batch(self, index: int) -> StepBatch:
         """Returns this worker's micro-batches of update `index`."""
         started = time.monotonic()
+        ahead, self._ahead = self._ahead, None
+        host = ahead[1].result() if ahead and ahead[0] == index else self._make(index)
+        micro_batches = [self._to_device(micro) for micro in host.micro_batches]
+        self._ahead = index + 1, self._thread.submit(self._make, index + 1)
+        n_tokens = len(host.all_window_ids) * self._windows.max_seq_len
+        wait_s = time.monotonic() - started
+        return StepBatch(micro_batches, host.window_ids, host.all_window_ids, n_tokens, started, wait_s)
+
+    def _make(self, index: int) -> "_HostBatch":
         ids = self._order.window_ids(index)
         dealt = deal(ids, self._rank, self._n_workers, self._micro_batch_size)
-        micro_batches = [self._to_device(self._windows.batch(micro, self._micro_batch_size)) for micro in dealt]
-        n_tokens = len(ids) * self._windows.max_seq_len
-        return StepBatch(micro_batches, dealt, ids, n_tokens, started, time.monotonic() - started)
+        micro_batches = [self._windows.batch(micro, self._micro_batch_size) for micro in dealt]
+        if self._device.type == "cuda":
+            micro_batches = [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in micro_batches]
+        return _HostBatch(micro_batches, dealt, ids)
 
     def padding(self) -> tuple[Tensor, Tensor]:
         """Returns a micro-batch in which nothing counts."""
         return self._to_device(self._windows.batch(np.empty(0, dtype=np.int64), self._micro_batch_size))
 
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        inputs, targets = batch
-        return inputs.to(self._device), targets.to(self._device)
+        inputs, targets = batch  # from pinned memory the copy is a part of the device's work, and nobody waits for it
+        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
 
 
 def _flatten(tokens_folder: Path, split: str) -> Path:

@@ -28,8 +28,9 @@ from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
 from rayjob.lease import Fence
+from rayjob.training.entry import train_loop
 from rayjob.training.failure import forget_failure, raise_failure
-from rayjob.training.loop import TrainTask, train_loop
+from rayjob.training.loop import TrainTask
 from rayjob.training.metrics import Spent, cut_metrics, read_spent
 from rayjob.training.mlflow_sink import MlflowSink
 from rayjob.training.narration import Narration

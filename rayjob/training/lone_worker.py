@@ -58,7 +58,7 @@ class LoneWorker:
         self._ddp = wrap(self.model.to(device), config.train, device)
         self._optimizer = build_optimizer(self.model, config.optimizer)
         order = WindowOrder(len(windows), config.train.global_batch_size, config.seed)
-        self._feed = StepFeed(windows, order, config.train.micro_batch_size, rank, n_workers, device)
+        self._feed = StepFeed(windows, order, config.train.assumed_micro_batch_size, rank, n_workers, device)
 
     def batch(self, index: int) -> StepBatch:
         """Returns this worker's hand of step `index`."""

@@ -1,7 +1,8 @@
 """The training recipe, top to bottom: what each Ray Train worker runs.
 
 1. Open the windows; build the model or go on from the newest sound checkpoint.
-2. Wrap in DDP ourselves: Ray's own wrapper leaves a single worker bare, without no_sync().
+2. Wrap in DDP ourselves: Ray's own wrapper leaves a single worker bare, without no_sync(). Find the micro-batch, and
+   check link, step, storage and space before paid work.
 3. Per step: the step's windows -> micro-batches -> train_step -> a row of metrics.csv.
 4. At eval_interval and at the end: validate on all workers, draw a sample.
 5. Save in the background when validated or when due; wait for it before a stop, before giving way and at the end.
@@ -13,7 +14,6 @@ it up before anything else, so that the finished run is the one that would have 
 
 import dataclasses
 import logging
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,29 +28,26 @@ from rayjob.config import JobConfig
 from rayjob.corpus.blocks import Manifest
 from rayjob.lease import Fence
 from rayjob.store.runs import publish_run
-from rayjob.store.shared import check_shared
 from rayjob.training.attempt import Attempt
 from rayjob.training.bad_numbers import BadSteps
 from rayjob.training.ddp import wrap
 from rayjob.training.evaluation import Evaluation, EvaluationAbandoned, evaluate
-from rayjob.training.failure import (
-    forget_passed_errors,
-    has_failed,
-    remembered_errors,
-    write_bad_numbers,
-    write_failure,
-)
+from rayjob.training.failure import forget_passed_errors, write_bad_numbers, write_failure
 from rayjob.training.feed import StepFeed, open_windows
 from rayjob.training.host_copy import restore_rng
 from rayjob.training.metrics import Spent
+from rayjob.training.micro_batch import settle_micro_batch
 from rayjob.training.notice import GaveWay, own_notice
+from rayjob.training.preflight import run_preflight
 from rayjob.training.recorder import Recorder
 from rayjob.training.sample import draw_sample
 from rayjob.training.saver import SaveFailedError, Saver, SaverHooks
 from rayjob.training.saving import RunIdentity, RunState, state_document
 from rayjob.training.schedule import WindowOrder, learning_rate, max_steps
-from rayjob.training.start import begin_group_attempt, from_rank_0, set_up_device, settle_buckets, start_or_resume
+from rayjob.training.start import begin_group_attempt, settle_buckets, start_or_resume
 from rayjob.training.step import Wishes, train_step
+from rayjob.training.step_clock import StepClock
+from rayjob.training.trial import MicroBatchTrial
 
 logger = logging.getLogger(__name__)
 
@@ -67,27 +64,6 @@ class TrainTask:
     fence: Fence  # asked before anything of the run is written
 
 
-def train_loop(loop_config: dict[str, Any]) -> None:
-    """Trains until the last step, a request to stop or the end of the budget; Ray Train calls it in every worker."""
-    task: TrainTask = loop_config["task"]
-    run_folder = task.config.run_folder
-    _hide_reports_of_ray()
-    check_shared(task.config)
-    device = set_up_device(dist.get_world_size())
-    # Rank 0 looks and tells the others, so that all do the same.
-    failed, group = from_rank_0((has_failed(run_folder), uuid.uuid4().hex), device)
-    if failed:
-        return
-    rank = dist.get_rank()
-    try:
-        with remembered_errors(run_folder, group, rank, step=lambda: -1):
-            worker = TrainWorker(task, device)
-        with remembered_errors(run_folder, group, rank, step=lambda: worker.state.step):
-            worker.train()
-    finally:
-        own_notice.answer()  # whatever ended it, who gave the notice must not wait
-
-
 class TrainWorker:
     """One worker of the group. All do the same at the same time, and rank 0 also records."""
 
@@ -101,7 +77,6 @@ class TrainWorker:
         self.val_windows = open_windows(task.tokens_folder, "val", config.model.max_seq_len)
         self.order = WindowOrder(len(windows), config.train.global_batch_size, config.seed)
         self.n_steps = max_steps(config, self.order)
-        self.feed = StepFeed(windows, self.order, config.train.micro_batch_size, rank, n_workers, device)
 
         self.tokenizer = Tokenizer.load(task.tokenizer_folder)
         manifest = Manifest.load(task.tokens_folder)
@@ -112,7 +87,13 @@ class TrainWorker:
         self.model, self.optimizer = start.model, start.optimizer
         self.state = dataclasses.replace(start.state, run_id=attempt.run_id)
         self.ddp = wrap(self.model, config.train, device)
-        settle_buckets(self.ddp, self.feed, self.precision)
+        trial = MicroBatchTrial(config, self.model, self.optimizer, device, self.precision)
+        self.micro_batch_size = settle_micro_batch(config, trial, device, task.fence)
+        self.feed = StepFeed(windows, self.order, self.micro_batch_size, rank, n_workers, device)
+        self.clock = StepClock(device)
+        first_s = settle_buckets(self.ddp, self.feed, self.precision)
+        if config.train.preflight:
+            run_preflight(config, self.ddp, self.feed, self.state.step, first_s)
         self.bad_steps = BadSteps(self.model, self.precision, config.failure.max_bad_steps)
         self.recorder = (
             Recorder(config, self.state, task.spent, n_workers, device, task.stop_signal, task.fence)
@@ -180,7 +161,9 @@ class TrainWorker:
     def _step(self) -> Wishes:
         """Does a step with all that belongs to it, and returns what the workers wish then."""
         index, train = self.state.step, self.config.train
+        self.clock.begin(index)
         batch = self.feed.step_batch(index)
+        self.clock.mark("data")
         lr = learning_rate(self.config.optimizer, index, self.n_steps)
         result = train_step(
             self.ddp,
@@ -190,6 +173,7 @@ class TrainWorker:
             grad_clip=train.grad_clip,
             precision=self.precision,
             wishes=self._wishes,
+            mark=self.clock.mark,
         )
         step_s = batch.seconds_since_start()
         self.state = self.state.after_step(batch.n_tokens, result.is_skipped)
@@ -201,10 +185,13 @@ class TrainWorker:
             wishes = Wishes(stop=True)
         elif self.state.step % train.eval_interval == 0 or self.state.step == self.n_steps:
             evaluation, wishes = self._evaluate(wishes)
+        self.clock.mark("evaluation")
         if self.recorder:
             if evaluation and self._is_worth_saving():
                 self._record_sample(self.recorder)
-            self.state = self.recorder.record(self.state, self.order.epoch(index), batch, step_s, lr, result)
+            epoch, split = self.order.epoch(index), self.clock.take()
+            self.state = self.recorder.record(self.state, epoch, batch, step_s, lr, result, split)
+            self.clock.mark("logging")
             if reason:
                 write_bad_numbers(self.config.run_folder, reason, self.bad_steps.window_ids())
         if wishes.leave:
@@ -225,7 +212,7 @@ class TrainWorker:
                 self.model,
                 self.val_windows,
                 self.tokenizer.byte_lengths(),
-                batch_size=self.config.train.micro_batch_size,
+                batch_size=self.micro_batch_size,
                 precision=self.precision,
                 wishes=self._wishes,
             )
@@ -269,12 +256,6 @@ class TrainWorker:
             )
             logger.warning("%s, %s in %.1f s", told, saved, own_notice.age_s)
         raise GaveWay(told)
-
-
-def _hide_reports_of_ray() -> None:
-    """Keeps Ray Train's line about every report of every worker off the console; its warnings stay."""
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(lambda record: record.levelno >= logging.WARNING or "/ray/train/" not in record.pathname)
 
 
 def _report(folder: Path | None, state: RunState) -> None:

@@ -38,6 +38,13 @@ class MetricsRow:
     windows: int = 0  # fingerprint of the windows of the step, the same however they are dealt to workers
     skipped: int = 0  # 1 where loss or gradient were not finite, so that nothing was updated
     grad_z: float | None = None  # deviations of grad_norm from the mean of the steps before
+    micro_batch_size: int = 0  # windows per worker per forward
+    data_s: float | None = None  # this and the next ones: how a step split up, in every tenth row, of the step before
+    forward_s: float | None = None
+    backward_s: float | None = None
+    all_reduce_s: float | None = None
+    optimizer_s: float | None = None
+    logging_s: float | None = None
 
     def to_csv(self) -> str:
         # repr of a float is exact, so two runs can be compared bit for bit.
@@ -46,7 +53,7 @@ class MetricsRow:
 
 
 COLUMNS = tuple(field.name for field in fields(MetricsRow))
-_INTEGERS = frozenset({"step", "epoch", "tokens", "workers", "windows", "skipped"})
+_INTEGERS = frozenset({"step", "epoch", "tokens", "workers", "windows", "skipped", "micro_batch_size"})
 
 
 class MetricsWriter:

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_VALUE_CHARS = 3_900  # MLflow's own limits: 6,000 for a parameter, 8,000 for a tag, which may hold two values
 _RUN_ID_FILE = "mlflow_run_id"
+_FOUND_MICRO_BATCH = "found.micro_batch_size"  # where `auto` or too little memory chose it
 
 
 def tracking_uri(config: JobConfig) -> str:
@@ -56,6 +57,7 @@ class MlflowSink:
         self._client: Any = None
         self._run_id = ""
         self._is_artifact_store_away = False
+        self._is_micro_batch_logged = False
 
     def open(self) -> int:
         # A server that is away must not hold the thread for MLflow's default of minutes.
@@ -90,6 +92,7 @@ class MlflowSink:
             if sample.exists():
                 self._log_artifact(sample, SAMPLES_FOLDER)
         self._client.log_batch(self._run_id, metrics=metrics)
+        self._log_micro_batch(rows[-1].micro_batch_size)
 
     def close(self, status: str) -> None:
         best = best_checkpoint(self._run_folder)
@@ -136,6 +139,14 @@ class MlflowSink:
             if key in known and known[key] != value
         ]
         self._client.log_batch(self._run_id, params=params, tags=tags)
+
+    def _log_micro_batch(self, size: int) -> None:
+        """Logs the first size that was found; the metric tells where another number of workers found another."""
+        if self._is_micro_batch_logged or size in (0, self._config.train.micro_batch_size):
+            return
+        if _FOUND_MICRO_BATCH not in self._client.get_run(self._run_id).data.params:
+            self._client.log_param(self._run_id, _FOUND_MICRO_BATCH, size)
+        self._is_micro_batch_logged = True
 
     def _log_checkpoint(self, folder: Path) -> None:
         for path in sorted(folder.iterdir()):

@@ -21,6 +21,7 @@ from rayjob.training.preemption import StopListener
 from rayjob.training.sample import write_sample
 from rayjob.training.saving import RunState, SavePolicy
 from rayjob.training.step import StepResult, Wishes
+from rayjob.training.step_clock import StepSplit
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +73,25 @@ class Recorder:
         return Wishes(stop=self._stop.is_requested or is_spent, save=self._policy.is_due(step))
 
     def record(
-        self, state: RunState, epoch: int, batch: StepBatch, step_s: float, lr: float, result: StepResult
+        self,
+        state: RunState,
+        epoch: int,
+        batch: StepBatch,
+        step_s: float,
+        lr: float,
+        result: StepResult,
+        split: StepSplit | None = None,
     ) -> RunState:
         """Has the row of a step written and returns the state with the time so far.
+
+        `split` is of an earlier step: that of this one is known when all of it is over.
 
         While the step's evaluation is owed its row waits in the state, for a row is written once.
         """
         state = state.at_cost(*self._spent_so_far())
         row = self._row(state, epoch, batch, step_s, lr, result)
+        if split:
+            row = dataclasses.replace(row, **dataclasses.asdict(split))
         if state.owes_evaluation:
             return state.with_owed_row(row.to_csv())
         self._submit(partial(self._metrics.write, row))
@@ -129,6 +141,7 @@ class Recorder:
             windows=result.windows,
             skipped=int(result.is_skipped),
             grad_z=grad_z,
+            micro_batch_size=batch.micro_batch_size,
         )
 
     def record_sample(self, step: int, sample: str) -> None:

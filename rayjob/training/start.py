@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -92,13 +93,17 @@ def begin_group_attempt(run_folder: Path, fence: Fence, state: RunState, device:
     return attempt
 
 
-def settle_buckets(ddp: Parallel, feed: StepFeed, precision: torch.dtype) -> None:
-    """Lets DDP group its gradients before the first step.
+def settle_buckets(ddp: Parallel, feed: StepFeed, precision: torch.dtype) -> float:
+    """Lets DDP group its gradients before the first step, and returns the seconds that this first pass took.
 
     DDP regroups them after its first backward, and the order of summation depends on the groups. Without this a
     resumed run's first step would add in another order than the undisturbed run's.
     """
+    started_at_s = time.perf_counter()
     with autocast(ddp.device, precision):  # as in a step: no other memory, and nothing compiled that no step uses
         sums = ddp(*feed.padding())
     sums.nats.backward()
+    if ddp.device.type == "cuda":
+        torch.cuda.synchronize(ddp.device)
     ddp.zero_grad(set_to_none=True)
+    return time.perf_counter() - started_at_s

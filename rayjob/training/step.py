@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rayjob.training.ddp import Parallel
 from rayjob.training.feed import StepBatch
 from rayjob.training.optimizer import set_learning_rate
+from rayjob.training.step_clock import Mark, unmarked
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def train_step(
     grad_clip: float,
     precision: torch.dtype,
     wishes: Callable[[], Wishes],
+    mark: Mark = unmarked,
 ) -> StepResult:
     """Runs one optimizer step; the weights stay as they are where `StepResult.is_skipped`.
 
@@ -79,14 +81,18 @@ def train_step(
         grad_clip: the greatest global gradient norm.
         precision: bfloat16 for autocast over fp32 weights, or float32.
         wishes: this worker's, asked for as late as possible.
+        mark: told where a part of the step ends.
     """
-    nats = _accumulate_gradients(ddp, batch.micro_batches, batch.n_tokens, precision)
+    nats = _accumulate_gradients(ddp, batch.micro_batches, batch.n_tokens, precision, mark)
     norm = nn.utils.clip_grad_norm_(ddp.parameters(), grad_clip)
+    mark("optimizer")
     result = _agree(nats, norm, batch, wishes())  # the step's one wait for the device: the update depends on it
+    mark("all-reduce")
     if not result.is_skipped:
         set_learning_rate(optimizer, lr)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    mark("optimizer")
     return result
 
 
@@ -95,6 +101,7 @@ def _accumulate_gradients(
     micro_batches: Sequence[tuple[Tensor, Tensor]],
     n_tokens: int,
     precision: torch.dtype,
+    mark: Mark,
 ) -> Tensor:
     # DDP averages over the workers; times their number makes the sum, so gradients are per token of the whole step.
     scale = dist.get_world_size() / n_tokens
@@ -105,7 +112,9 @@ def _accumulate_gradients(
         with contextlib.nullcontext() if is_last else ddp.no_sync():
             with autocast(ddp.device, precision):
                 sums = ddp(inputs, targets)
+            mark("forward")
             (sums.nats * scale).backward()
+            mark("last backward" if is_last else "backward")
         nats += sums.nats.detach()
     return nats
 

@@ -4,7 +4,8 @@
 2. A turn of the thread: drop what was cancelled; score and prefill a bounded number of prompt tokens; then one
    decode step for all running sequences. Both end in one batch of tokens, and one call into each event loop.
 3. A row's text depends on its own prompt, seed and parameters alone, whatever runs beside it.
-4. A fault in one row ends its own request; one in a whole step ends those that were in it. The engine goes on.
+4. A fault in one row ends its own request; one in a whole step ends those that were in it. The engine goes on,
+   unless its device has failed: then it ends, for a new process to take its place.
 """
 
 import logging
@@ -20,11 +21,12 @@ from torch import Tensor
 from model.generate import GeneratedToken
 from serving.engine.loading import ServedModel
 from serving.engine.progress import EngineSequence
-from serving.engine.runner import Runner
+from serving.engine.runner import DeviceFailed, Runner
 from serving.engine.sampler import sample
 from serving.engine.scheduler import Chunk, Scheduler
 from serving.engine.scoring import PromptScorer
 from serving.engine.sequence import Delta, SequenceSpec, Transcript
+from serving.engine.slots import Piece
 from serving.engine.stream import (
     Event,
     IndexedDelta,
@@ -167,6 +169,11 @@ class Engine:
             while self._wait_for_work():
                 try:
                     self._turn()
+                except DeviceFailed:
+                    logger.critical(
+                        "the device has failed: the engine ends, its process must be replaced", exc_info=True
+                    )
+                    return
                 except Exception:
                     # A fault in a whole step must not end the thread that serves everybody.
                     logger.exception("a step failed; all requests that were in it are answered with an error")
@@ -197,6 +204,8 @@ class Engine:
             return
         try:
             self._advance_scores(sequence)
+        except DeviceFailed:
+            raise
         except Exception:
             deliver([self._failure(sequence)])
 
@@ -216,32 +225,42 @@ class Engine:
 
     def _prefill(self) -> None:
         """Computes prompts within the budget of a turn, and the first token of those that became complete."""
-        budget_tokens = TURN_TOKENS
-        complete: list[EngineSequence] = []
-        logits: list[Tensor] = []
-        while (chunk := self._next_chunk(budget_tokens)) is not None:
-            budget_tokens -= chunk.end - chunk.start
+        budget_tokens, most_at_once = TURN_TOKENS, self.num_slots
+        while chunks := self._next_chunks(budget_tokens, most_at_once):
             try:
-                last = self._prefill_chunk(chunk)
+                logits = self._prefill_chunks(chunks)
+            except DeviceFailed:
+                raise
             except Exception:
-                deliver([self._failure(chunk.sequence)])
+                if len(chunks) > 1:
+                    most_at_once = 1  # again, each by itself, to find the one at fault
+                    continue
+                deliver([self._failure(chunks[0].sequence)])
                 self._free_slots()
                 continue
-            with self._changed:
-                self._scheduler.complete(chunk)
-            if chunk.is_last:
-                complete.append(chunk.sequence)
-                logits.append(last)
-        if complete:
-            self._take(complete, torch.cat(logits))
+            budget_tokens -= sum(chunk.num_tokens for chunk in chunks)
+            self._complete(chunks, logits)
 
-    def _prefill_chunk(self, chunk: Chunk[EngineSequence]) -> Tensor:
-        chunk.sequence.start()
-        return self._runner.prefill(chunk.row, chunk.sequence.spec.prompt[chunk.start : chunk.end], chunk.start)
-
-    def _next_chunk(self, budget_tokens: int) -> Chunk[EngineSequence] | None:
+    def _next_chunks(self, budget_tokens: int, most: int) -> list[Chunk[EngineSequence]]:
         with self._changed:
-            return self._scheduler.next_chunk(budget_tokens)
+            return self._scheduler.next_chunks(budget_tokens, most=most)
+
+    def _prefill_chunks(self, chunks: Sequence[Chunk[EngineSequence]]) -> Tensor:
+        for chunk in chunks:
+            chunk.sequence.start()
+        return self._runner.prefill(
+            [
+                Piece(chunk.row, chunk.start, chunk.sequence.spec.prompt[chunk.start : chunk.end], chunk.is_last)
+                for chunk in chunks
+            ]
+        )
+
+    def _complete(self, chunks: Sequence[Chunk[EngineSequence]], logits: Tensor) -> None:
+        with self._changed:
+            for chunk in chunks:
+                self._scheduler.complete(chunk)
+        if complete := [chunk.sequence for chunk in chunks if chunk.is_last]:
+            self._take(complete, logits)
 
     def _decode(self) -> None:
         running = list(self._scheduler.running)
@@ -262,6 +281,8 @@ class Engine:
             if isinstance(picked, Exception):
                 raise picked
             delta = take_token(sequence, picked)
+        except DeviceFailed:
+            raise
         except Exception:
             return self._failure(sequence)
         sequence.is_done = delta.finish_reason is not None

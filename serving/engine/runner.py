@@ -1,10 +1,11 @@
-"""The model over the slots: prefill of one sequence's chunk, and one decode step of all running rows.
+"""The model over the slots: prefill of the chunks of some sequences, and one decode step of all running rows.
 
-N tokens in a forward (T of a prefill, B rows of a decode step)
+N tokens in a forward with padding, P sequences that end their prompt in it, B rows of a decode step
 D d_model, H n_heads, K n_kv_heads, E head_dim, V vocab_size
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +13,17 @@ from torch import Tensor
 
 from model.llama import Llama
 from serving.engine.scheduler import Move
-from serving.engine.slots import SlotCache
-from serving.engine.weights import LayerWeights, Weights, pack, product, quantize, read_weights
+from serving.engine.slots import Piece, SlotCache
+from serving.engine.weights import LayerWeights, pack, product, quantize, read_weights
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (N, H, E), k (N, K, E), v (N, K, E)) -> (N, H * E); it keeps k and v."""
+
+DeviceFailed = torch.AcceleratorError
+"""A GPU's error that stays: after it every call of the process fails, also for requests that are sound."""
+
+PREFILL_STEP = 8
+"""Prefills compute multiples of so many tokens; the reason is that of `_width`, where 5, 6, 7 and 9 differ too."""
 
 
 class Runner:
@@ -24,13 +31,13 @@ class Runner:
 
     def __init__(self, model: Llama, *, num_slots: int, dtype: torch.dtype) -> None:
         self.config = model.config
-        computing = torch.bfloat16 if dtype == torch.int8 else dtype
-        plain = read_weights(model, computing)
-        self._weights = pack(plain)
-        self._decode_weights = quantize(plain) if dtype == torch.int8 else self._weights
+        is_int8 = dtype == torch.int8
+        plain = read_weights(model, torch.float32 if is_int8 else dtype)
+        self._weights = quantize(plain) if is_int8 else pack(plain)
         self._rotary = model.model.rotary
         self._device = self._weights.embedding.device
-        self._cache = SlotCache(model.config, num_slots, computing, self._device)
+        self._attention_dtype = torch.bfloat16 if is_int8 else dtype
+        self._cache = SlotCache(model.config, num_slots, self._attention_dtype, self._device)
 
     def move(self, moves: Sequence[Move]) -> None:
         """Moves rows of the cache, in this order."""
@@ -38,25 +45,32 @@ class Runner:
             self._cache.move(move)
 
     @torch.inference_mode()
-    def prefill(self, row: int, tokens: Sequence[int], start: int) -> Tensor:
-        """Computes tokens of a row that follow its first `start`; returns the logits (1, V) after the last."""
-        end = start + len(tokens)
-        if start == 0:
-            self._cache.clear(row)
-        hidden = self._forward(self._weights, tokens, range(start, end), self._cache.prefill(row, start, end))
-        return product(hidden[-1:], self._weights.head)
+    def prefill(self, pieces: Sequence[Piece]) -> Tensor:
+        """Computes tokens of several rows in one go; returns the logits (P, V) after those that end their prompt."""
+        tokens = [token for piece in pieces for token in piece.tokens]
+        positions = [piece.start + index for piece in pieces for index in range(len(piece.tokens))]
+        padding = [0] * (-len(tokens) % PREFILL_STEP)
+        for piece in pieces:
+            if piece.start == 0:
+                self._cache.clear(piece.row)
+        hidden = self._forward([*tokens, *padding], [*positions, *padding], self._cache.prefill(pieces, len(padding)))
+        ends = accumulate(len(piece.tokens) for piece in pieces)
+        last = [end - 1 for end, piece in zip(ends, pieces, strict=True) if piece.is_last]
+        if not last:
+            return hidden.new_empty((0, self.config.vocab_size))
+        return product(hidden[last + last[:1] * (_width(len(last)) - len(last))], self._weights.head)[: len(last)]
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Computes one token in each of the first B rows at its position; returns the logits (B, V) after it."""
         padding = [0] * (_width(len(tokens)) - len(tokens))
         attend = self._cache.decode(positions, len(padding))
-        weights = self._decode_weights
-        hidden = self._forward(weights, [*tokens, *padding], [*positions, *padding], attend)
-        return product(hidden, weights.head)[: len(tokens)]
+        hidden = self._forward([*tokens, *padding], [*positions, *padding], attend)
+        return product(hidden, self._weights.head)[: len(tokens)]
 
-    def _forward(self, weights: Weights, tokens: Sequence[int], positions: Sequence[int], attend: Attention) -> Tensor:
+    def _forward(self, tokens: Sequence[int], positions: Sequence[int], attend: Attention) -> Tensor:
         """Returns the last hidden states (N, D), normed."""
+        weights = self._weights
         rotation = self._rotary(torch.tensor(positions, device=self._device))
         x = F.embedding(torch.tensor(tokens, device=self._device), weights.embedding)  # (N, D)
         for index, layer in enumerate(weights.layers):
@@ -71,8 +85,8 @@ class Runner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         H, K, E = self.config.n_heads, self.config.n_kv_heads, self.config.head_dim
         heads = product(x, layer.qkv).view(len(x), H + 2 * K, E)
-        qk = _rotate(heads[:, : H + K], *rotation)
-        return qk[:, :H], qk[:, H:], heads[:, H + K :]
+        qk = _rotate(heads[:, : H + K], *rotation).to(self._attention_dtype)
+        return qk[:, :H], qk[:, H:], heads[:, H + K :].to(self._attention_dtype)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm as the model computes it: in fp32, cast, then scaled."""
@@ -91,6 +105,6 @@ def _width(num_rows: int) -> int:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x (N, heads, E) turned by the angles (N, 1, E/2) in fp32; halves paired as in Hugging Face."""
+    """Returns x (N, heads, E) turned by the angles (N, 1, E/2), fp32; halves paired as in Hugging Face."""
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -3,15 +3,15 @@
 1. Sequences wait in line. While a slot is free the oldest gets it and is prefilled, in chunks whose borders depend
    on its prompt alone: what a chunk computes is then the same whatever runs beside it.
 2. A turn prefills until its budget of tokens is used up, at least one chunk, then decodes once: long prompts cannot
-   hold up the sequences that run.
+   hold up the sequences that run. Chunks of several prompts are computed in one go, all but the last to their ends.
 3. A sequence that wants its prompt scored is scored first, one such sequence at a time, without a slot.
-4. Slots are rows of the cache. Running sequences hold the rows 0..n-1, the one that is being prefilled holds row n.
+4. Slots are rows of the cache. Running sequences hold the rows 0..n-1, those that are being prefilled the next ones.
    When some leave, the last ones move into the gaps, so that a decode step reads the first n rows and no other.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
@@ -47,6 +47,10 @@ class Chunk(Generic[S]):
     end: int
 
     @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
     def is_last(self) -> bool:
         return self.end == self.sequence.num_prompt_tokens
 
@@ -71,15 +75,10 @@ class Scheduler(Generic[S]):
         self.running: list[S] = []
         self.waiting: deque[S] = deque()
         self.scoring: deque[S] = deque()
-        self._next: Chunk[S] | None = None  # of the sequence that is being prefilled
+        self._prefilling: list[Chunk[S]] = []  # next to be computed; only the first one may have had earlier ones
         self._num_slots = num_slots
         self._max_waiting = max_waiting
         self._chunk_tokens = chunk_tokens
-
-    @property
-    def prefilling(self) -> S | None:
-        """The sequence that is being prefilled."""
-        return self._next.sequence if self._next is not None else None
 
     @property
     def is_empty(self) -> bool:
@@ -88,7 +87,7 @@ class Scheduler(Generic[S]):
     @property
     def num_running(self) -> int:
         """Sequences that hold a slot or are being scored."""
-        return len(self.running) + (self._next is not None) + bool(self.scoring)
+        return len(self.running) + len(self._prefilling) + bool(self.scoring)
 
     @property
     def num_waiting(self) -> int:
@@ -111,20 +110,29 @@ class Scheduler(Generic[S]):
             if decodes:
                 self.waiting.append(sequence)
 
-    def next_chunk(self, budget_tokens: int) -> Chunk[S] | None:
-        """Returns what to prefill next, if it is within the budget; call `complete` when it is computed."""
-        if self._next is None and self.waiting and len(self.running) < self._num_slots:
-            self._next = self._chunk(self.waiting.popleft(), 0)
-        chunk = self._next
-        return chunk if chunk is not None and chunk.end - chunk.start <= budget_tokens else None
+    def next_chunks(self, budget_tokens: int, *, most: int) -> list[Chunk[S]]:
+        """Returns what to prefill next in one go, within the budget; call `complete` for each, in order, afterwards.
+
+        Only the last one may leave some of its prompt for later: the rows of the others are then where they belong.
+        """
+        budget_tokens -= sum(chunk.num_tokens for chunk in self._prefilling)
+        while self.waiting and self._has_free_row() and all(chunk.is_last for chunk in self._prefilling):
+            chunk = self._chunk(self.waiting[0], len(self.running) + len(self._prefilling), 0)
+            if chunk.num_tokens > budget_tokens:
+                break
+            budget_tokens -= chunk.num_tokens
+            self._prefilling.append(chunk)
+            self.waiting.popleft()
+        return self._prefilling[:most] if budget_tokens >= 0 else []
 
     def complete(self, chunk: Chunk[S]) -> None:
-        """Notes that the chunk that `next_chunk` returned is computed; after its last one a sequence runs."""
+        """Notes that the first of the chunks that `next_chunks` returned is computed; a whole prompt runs then."""
+        assert self._prefilling[0] is chunk, "completed in their order"
+        del self._prefilling[0]
         if chunk.is_last:
-            self._next = None
             self.running.append(chunk.sequence)
         else:
-            self._next = self._chunk(chunk.sequence, chunk.end)
+            self._prefilling.append(self._chunk(chunk.sequence, chunk.row, chunk.end))
 
     def drop_waiting(self, is_gone: Callable[[S], bool]) -> None:
         """Takes sequences out of the lines."""
@@ -135,9 +143,6 @@ class Scheduler(Generic[S]):
 
     def drop_running(self, is_gone: Callable[[S], bool]) -> list[Move]:
         """Frees the slots of sequences; the moves, in this order, keep the rows of the others together."""
-        chunk = self._next
-        if chunk is not None and is_gone(chunk.sequence):
-            self._next = chunk = None
         # Each is asked once: a request may be cancelled by another thread at any time.
         gaps = [row for row, sequence in enumerate(self.running) if is_gone(sequence)]
         num_left = len(self.running) - len(gaps)
@@ -145,16 +150,13 @@ class Scheduler(Generic[S]):
         moves = [Move(source, target) for source, target in zip(movers, gaps, strict=False)]
         for source, target in moves:
             self.running[target] = self.running[source]
-        if chunk is not None and gaps:
-            moves.append(Move(chunk.row, num_left))
-            self._next = Chunk(chunk.sequence, num_left, chunk.start, chunk.end)
         del self.running[num_left:]
-        return moves
+        return moves + self._close_up([chunk for chunk in self._prefilling if not is_gone(chunk.sequence)])
 
     def clear_running(self) -> list[S]:
         """Frees all slots and returns the sequences that held them."""
-        held = [*self.running, *([self._next.sequence] if self._next is not None else [])]
-        self.running, self._next = [], None
+        held = [*self.running, *(chunk.sequence for chunk in self._prefilling)]
+        self.running, self._prefilling = [], []
         return held
 
     def clear(self) -> list[S]:
@@ -164,6 +166,14 @@ class Scheduler(Generic[S]):
         self.scoring.clear()
         return left
 
-    def _chunk(self, sequence: S, start: int) -> Chunk[S]:
-        end = min(start + self._chunk_tokens, sequence.num_prompt_tokens)
-        return Chunk(sequence, len(self.running), start, end)
+    def _close_up(self, prefilling: list[Chunk[S]]) -> list[Move]:
+        """Gives those that are still being prefilled the rows after the running ones."""
+        self._prefilling = [replace(chunk, row=row) for row, chunk in enumerate(prefilling, start=len(self.running))]
+        pairs = zip(prefilling, self._prefilling, strict=True)
+        return [Move(old.row, new.row) for old, new in pairs if old.start > 0 and old.row != new.row]
+
+    def _has_free_row(self) -> bool:
+        return len(self.running) + len(self._prefilling) < self._num_slots
+
+    def _chunk(self, sequence: S, row: int, start: int) -> Chunk[S]:
+        return Chunk(sequence, row, start, min(start + self._chunk_tokens, sequence.num_prompt_tokens))

@@ -13,6 +13,8 @@ from serving.http.errors import ApiError, describe
 
 MAX_BODY_BYTES = 1 << 20
 READ_TIMEOUT_S = 30.0
+PARSED_AT_ONCE_BYTES = 1 << 15
+"""Up to this size a body is parsed where it was read; a larger one would hold up the streams of others."""
 MAX_INTEGER_DIGITS = 400
 
 
@@ -22,7 +24,10 @@ async def read_json_object(request: Request) -> dict[str, Any]:
     Raises:
         ApiError: 413 over 1 MiB, 408 when it does not arrive in time, 400 when it is not one JSON object.
     """
-    return parse_json_object(await _read(request))
+    body = await _read(request)
+    if len(body) > PARSED_AT_ONCE_BYTES:
+        return await asyncio.to_thread(parse_json_object, body)
+    return parse_json_object(body)
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

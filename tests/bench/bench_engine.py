@@ -1,6 +1,6 @@
 """Tokens per second of the bare engine against other engines on the same weights, as one JSON line.
 
-    python tests/bench/bench_engine.py [--checkpoint FOLDER] [--concurrency 1 8 64] [--tokens 128] [--repeats 3]
+    python -m tests.bench.bench_engine [--checkpoint FOLDER] [--concurrency 1 8 64] [--tokens 128] [--repeats 3]
 
 1. Without a checkpoint, one of the reference model's size is made with random weights: speed does not depend on them.
 2. Every engine gets the same prompts of 64 tokens, `concurrency` of them at once, and makes 128 tokens for each,
@@ -26,8 +26,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
@@ -60,12 +58,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint or run folder; random weights if absent")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--prompt_tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="tokens to make for each prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["float32", "bfloat16", "int8"])
-    parser.add_argument("--no-peers", action="store_true", help="measure our engine alone")
+    parser.add_argument("--no_peers", action="store_true", help="measure our engine alone")
     return parser.parse_args()
 
 

@@ -112,6 +112,17 @@ def test_show_config_prints_what_loads_again(tmp_path: Path, capsys: pytest.Capt
     assert shown["derived"]["run_folder"] == str(tmp_path / "runs" / "small")
 
 
+def test_show_config_of_auto_tells_what_it_will_be_chosen_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [f"storage={tmp_path}", "train.micro_batch_size=auto"]
+    assert main(["show-config", "--json", "--config", SMALL, *overrides]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["train"]["micro_batch_size"] == "auto"
+    assert shown["derived"]["grad_accum_steps"] is None
+    assert shown["derived"]["micro_batch_sizes"] == [1, 2, 4], "8 windows over two workers"
+
+
 def test_plan_json_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json", "--config", SMALL, f"storage={tmp_path}"]) == 0
     (line,) = capsys.readouterr().out.splitlines()

@@ -107,6 +107,29 @@ def test_global_batch_must_suit_the_greatest_number_of_workers_and_then_suits_ev
     assert "use 8 or 16" in "".join(problems_of(None, "train.global_batch_size=12", *sizes))
 
 
+def test_micro_batch_is_a_number_or_auto() -> None:
+    for given, size in (("8", 8), ("8.0", 8), ("auto", "auto")):
+        config = load_config(None, [f"train.micro_batch_size={given}"])
+        assert config.train.micro_batch_size == size
+        assert load_config(None, [f"train.micro_batch_size={to_tree(config)['train']['micro_batch_size']}"]) == config
+    for given in ("automatic", "[8, 16]", "0", "null", "2.5"):
+        assert any(
+            "train.micro_batch_size" in problem for problem in problems_of(None, f"train.micro_batch_size={given}")
+        )
+    assert "must be auto or a whole number" in "".join(problems_of(None, "train.micro_batch_size=automatic"))
+
+
+def test_auto_may_choose_what_every_worker_gets_equally_many_of() -> None:
+    sizes = ["train.micro_batch_size=auto", "train.num_workers=[1, 4]"]
+    train = load_config(None, ["train.global_batch_size=48", *sizes]).train
+    assert train.micro_batch_sizes == [1, 2, 3, 4, 6, 12]
+    assert (train.assumed_micro_batch_size, train.grad_accum_steps) == (12, 1)
+    assert load_config(None, sizes).train.assumed_micro_batch_size == 32, "of 384 windows"
+    assert "must be a multiple of num_workers (4): use 12 or 16" in "".join(
+        problems_of(None, "train.global_batch_size=14", *sizes)
+    )
+
+
 def test_whole_number_in_scientific_form_is_one() -> None:
     assert load_config(None, ["train.max_steps=1e3"]).train.max_steps == 1000
 

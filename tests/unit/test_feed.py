@@ -1,8 +1,10 @@
 """Windows and micro-batches against plain slicing."""
 
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,6 +69,60 @@ def test_any_corpus_size_gives_all_workers_equally_many_steps(n_sequences: int, 
             if targets[row, 0] != IGNORED
         ]
     assert sorted(seen) == [T * window for window in range(n_sequences)]
+
+
+def feed_of(windows: Windows) -> StepFeed:
+    return StepFeed(windows, WindowOrder(len(windows), 6, seed=7), 2, 1, 2, torch.device("cpu"))
+
+
+def test_batches_made_ahead_are_those_made_on_demand() -> None:
+    windows = windows_of(40 * T + 1)  # seven steps an epoch, the last one short
+    ahead = feed_of(windows)
+    for index in [*range(15), 3, 4, 5, 5, 20, 0]:  # in order, and as a resumed run begins
+        got, fresh = ahead.step_batch(index), feed_of(windows).step_batch(index)
+        assert got.all_window_ids.tolist() == fresh.all_window_ids.tolist()
+        assert [ids.tolist() for ids in got.window_ids] == [ids.tolist() for ids in fresh.window_ids]
+        assert (got.n_tokens, got.fingerprint) == (fresh.n_tokens, fresh.fingerprint)
+        for mine, theirs in zip(got.micro_batches, fresh.micro_batches, strict=True):
+            assert all(a.equal(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_next_steps_windows_are_read_while_the_step_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = windows_of(40 * T + 1)
+    feed, threads = feed_of(windows), []
+    batch = windows.batch
+    is_read = threading.Semaphore(0)
+
+    def read(ids: Any, size: int) -> Any:
+        threads.append(threading.current_thread().name)
+        is_read.release()
+        return batch(ids, size)
+
+    monkeypatch.setattr(windows, "batch", read)
+    n_micro_batches = len(feed.step_batch(0).micro_batches)
+    for _ in range(2 * n_micro_batches):  # of step 0, and of step 1 though nobody has asked for it
+        assert is_read.acquire(timeout=60)
+    feed.step_batch(1)
+    for _ in range(n_micro_batches):
+        assert is_read.acquire(timeout=60)
+    assert set(threads[:n_micro_batches]) == {"MainThread"}
+    assert all(name.startswith("feed") for name in threads[n_micro_batches:]), "step 1 was not read again"
+
+
+def test_error_of_the_thread_reaches_who_asks_for_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = windows_of(40 * T + 1)
+    feed = feed_of(windows)
+    batch = windows.batch
+
+    def read(ids: Any, size: int) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("the stream is gone")
+        return batch(ids, size)
+
+    monkeypatch.setattr(windows, "batch", read)
+    feed.step_batch(0)
+    with pytest.raises(OSError, match="the stream is gone"):
+        feed.step_batch(1)
 
 
 def test_flat_file_is_made_once_and_holds_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ A notice comes at an exact moment, as Ray's would: the loop reads it from `own_n
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +22,19 @@ from model.tokenizer import Tokenizer, train_tokenizer
 from rayjob.config import CheckpointConfig, CostConfig, JobConfig, OptimizerConfig, TokenizerConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest, Row, SplitTotals, write_block
 from rayjob.lease import Fence
-from rayjob.training import loop, recorder
+from rayjob.training import entry, loop, recorder
 from rayjob.training.failure import has_failed, raise_failure
 from rayjob.training.loop import TrainTask, TrainWorker
 from rayjob.training.metrics import MetricsRow, Spent, read_metrics
 from rayjob.training.notice import GaveWay, Notice
 from rayjob.training.saving import RunState
+from rayjob.training.step_clock import StepSplit
+from rayjob.training.trial import MicroBatchTrial
 
 N_STEPS = 12
 MODEL = ModelConfig(vocab_size=300, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
-TIMES = {"tokens_per_s", "mfu_pct", "data_wait_pct", "cost_usd", "elapsed_s", "wall_time"}
+SPLIT = {field.name for field in dataclasses.fields(StepSplit)}
+TIMES = {"tokens_per_s", "mfu_pct", "data_wait_pct", "cost_usd", "elapsed_s", "wall_time"} | SPLIT
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,12 +99,14 @@ class Run:
         """Trains until the end or until the workers give way; `prepare` plants what happens meanwhile."""
         self.notice = Notice()
         self._monkeypatch.setattr(loop, "own_notice", self.notice)
-        tokens, tokenizer, spent = self._corpus / "tokens", self._corpus / "tokenizer", Spent(0.0, 0.0)
-        task = TrainTask(self.config, tokens, tokenizer, spent, None, Fence(self.folder))
-        worker = TrainWorker(task, torch.device("cpu"))
+        worker = TrainWorker(self.task(), torch.device("cpu"))
         prepare(worker)
         worker.train()
         return worker
+
+    def task(self) -> TrainTask:
+        tokens, tokenizer, spent = self._corpus / "tokens", self._corpus / "tokenizer", Spent(0.0, 0.0)
+        return TrainTask(self.config, tokens, tokenizer, spent, None, Fence(self.folder))
 
     def give_way(self, prepare: Callable[[TrainWorker], None] = lambda _: None) -> None:
         with pytest.raises(GaveWay):
@@ -156,6 +162,17 @@ def test_run_has_a_row_for_each_step_and_evaluates_where_it_should(undisturbed: 
     assert [row.step for row in undisturbed.rows()] == list(range(1, N_STEPS + 1))
     assert [row.step for row in undisturbed.rows() if row.val_loss is not None] == [4, 8, 12]
     assert not any(row.skipped for row in undisturbed.rows())
+
+
+def test_every_tenth_step_is_split_up_in_the_row_after_it(undisturbed: Run) -> None:
+    rows = undisturbed.rows()
+    assert [row.step for row in rows if row.forward_s is not None] == [2, 12], "of steps 1 and 11"
+    for row in (rows[1], rows[11]):
+        parts = {name: getattr(row, name) for name in SPLIT}
+        assert all(seconds is not None and seconds >= 0 for seconds in parts.values())
+        assert parts["forward_s"] > 0
+        assert parts["backward_s"] > 0
+        assert sum(parts.values()) < row.elapsed_s, "they do not overlap, and the step before lies within the run"
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -223,6 +240,79 @@ def test_notice_before_step_1_ends_cleanly_and_leaves_no_checkpoint(undisturbed:
     assert list_checkpoints(run.folder) == []
     assert run.rows() == []
     run.start()
+    run.assert_equals(undisturbed)
+
+
+def with_micro_batch(run: Run, size: Any) -> Run:
+    run.config = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, micro_batch_size=size))
+    return run
+
+
+def test_auto_run_is_bit_for_bit_the_run_with_the_size_that_was_found(
+    corpus: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_micro_batch(run, "auto").start()
+    (size,) = {row.micro_batch_size for row in run.rows()}
+    assert 6 % size == 0
+    given = with_micro_batch(Run(corpus, tmp_path / "given", monkeypatch), size)
+    given.start()
+    run.assert_equals(given)
+
+
+def test_resumed_auto_run_takes_the_size_it_had_and_equals_the_undisturbed_one(
+    corpus: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = with_micro_batch(Run(corpus, tmp_path / "undisturbed", monkeypatch), 2)
+    undisturbed.start()
+
+    def seem_fastest(size: int) -> Callable[[Any, int], float]:
+        return lambda _trial, tried: 0.1 if tried == size else float(tried)
+
+    monkeypatch.setattr(MicroBatchTrial, "__call__", seem_fastest(2))
+    with_micro_batch(run, "auto").give_way(run.notice_in_validation)
+    monkeypatch.setattr(MicroBatchTrial, "__call__", seem_fastest(6))
+    run.start()
+    assert {row.micro_batch_size for row in run.rows()} == {2}
+    run.assert_equals(undisturbed)
+
+
+def enter(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the loop as Ray enters it; only the device comes from elsewhere."""
+    monkeypatch.setattr(entry, "set_up_device", lambda _: torch.device("cpu"))
+    (run.folder / "config.yaml").touch()
+    entry.train_loop({"task": run.task()})
+
+
+def test_rays_entry_checks_and_trains_as_the_loop_does(
+    undisturbed: Run, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        enter(run, monkeypatch)
+    assert "preflight\n  step " in caplog.text
+    run.assert_equals(undisturbed)
+
+
+def test_start_that_is_refused_fails_the_run_with_its_reason_and_is_not_tried_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(MicroBatchTrial, "__call__", lambda _trial, size: tried.append(size))
+    enter(with_micro_batch(run, "auto"), monkeypatch)  # returns: an error would have Ray start it again
+    assert tried == [6, 2, 1]
+    with pytest.raises(RuntimeError, match=r"out of memory, and there is no smaller micro-batch"):
+        raise_failure(run.folder)
+    enter(run, monkeypatch)
+    assert tried == [6, 2, 1], "by another worker of the same driver"
+    assert run.rows() == []
+
+
+def test_preflight_changes_nothing_of_the_run_and_can_be_left_out(
+    undisturbed: Run, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        run.config = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, preflight=False))
+        run.start()
+        assert "preflight" not in caplog.text
     run.assert_equals(undisturbed)
 
 

@@ -1,12 +1,13 @@
 """MLflow's sqlite store in storage: real, in a temporary folder."""
 
+import dataclasses
 import logging
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from rayjob.config import DataConfig, JobConfig
+from rayjob.config import DataConfig, JobConfig, TrainConfig
 from rayjob.corpus.card import CARD_FILES
 from rayjob.training.metrics import MetricsRow
 from rayjob.training.mlflow_sink import MlflowSink, read_run_id, tracking_uri
@@ -37,6 +38,18 @@ def test_any_storage_folder_and_any_change_of_settings_is_tracked_in_one_run(tmp
     assert run.data.params["data.paths"].startswith("['aaa")
     assert "-> ['bbb" in run.data.tags["changed.data.paths"]
     assert [item.path for item in client.list_artifacts(run_id)] == ["config.yaml", "corpus"]
+
+
+def test_micro_batch_that_was_found_is_a_parameter(tmp_path: Path) -> None:
+    config = JobConfig(storage=str(tmp_path / "storage"), train=TrainConfig(micro_batch_size="auto"))
+    row = MetricsRow(1, 0, 100, 3.0, 0.8, 1e-3, 1000.0, None, 0.3, None, None, None, 0.0, 1.0, 2.0)
+    start(config, tmp_path).send([dataclasses.replace(row, micro_batch_size=16)])
+    # A group of other workers has found another: MLflow's parameters are final, so the metric tells it.
+    start(config, tmp_path).send([dataclasses.replace(row, step=2, micro_batch_size=24)])
+    run = MlflowClient(tracking_uri(config)).get_run(read_run_id(config.run_folder))
+    assert run.data.params["train.micro_batch_size"] == "auto"
+    assert run.data.params["found.micro_batch_size"] == "16"
+    assert run.data.metrics["speed/micro_batch_size"] == 24
 
 
 def test_metrics_do_not_wait_for_an_artifact_store_that_is_away(

@@ -48,6 +48,18 @@ def test_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "does not fit in 32 GiB" in render_plan(plan)
 
 
+def test_plan_of_auto_reckons_with_the_usual_size_until_the_run_has_found_its_own(tmp_path: Path) -> None:
+    config = load_config(REFERENCE, [f"storage={tmp_path}", "train.micro_batch_size=auto"])
+    plan = make_plan(config)
+    assert (plan["micro_batch_size"], plan["grad_accum_steps"]) == (32, 3)
+    assert "assumed" in render_plan(plan)
+    assert all(on["fits"] for on in plan["gpu_types"].values())
+    write_rows(config, n_rows=3, tokens_per_s=400_000.0, mfu_pct=39.4, micro_batch_size=48)
+    plan = make_plan(config)
+    assert (plan["micro_batch_size"], plan["grad_accum_steps"]) == (48, 2)
+    assert "48 windows, found by bookcorpus-128m" in render_plan(plan)
+
+
 def test_step_of_many_gpus_is_compute_all_reduce_and_update_by_hand(tmp_path: Path) -> None:
     config, gpu = load_config(REFERENCE, [f"storage={tmp_path}"]), GPUS[0]
     step = step_time(config, gpu, 4, efficiency=0.5)
@@ -120,12 +132,13 @@ def test_line_at_the_start_tells_steps_and_what_is_known_of_the_time(tmp_path: P
     assert "known after the first steps" in plan_line(on_cpus)
 
 
-def write_rows(config: JobConfig, n_rows: int, tokens_per_s: float, mfu_pct: float) -> None:
+def write_rows(config: JobConfig, n_rows: int, tokens_per_s: float, mfu_pct: float, micro_batch_size: int = 0) -> None:
     config.run_folder.mkdir(parents=True)
     writer = MetricsWriter(config.run_folder, 0)
     names = {field.name: 0 if field.type in (int, "int") else 0.0 for field in dataclasses.fields(MetricsRow)}
     for step in range(1, n_rows + 1):
         values = names | {"step": step, "epoch": 0, "tokens": step * config.tokens_per_step}
+        values |= {"micro_batch_size": micro_batch_size}
         writer.write(MetricsRow(**values | {"tokens_per_s": tokens_per_s, "mfu_pct": mfu_pct}))  # type: ignore[arg-type]
     writer.close()
     assert (config.run_folder / METRICS_FILE).exists()

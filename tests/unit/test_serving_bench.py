@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from serving import bench
 from serving.bench import main
 from serving.benchmark.ceiling import KV_BYTES_PER_TOKEN, WEIGHT_BYTES, Ceiling, measure_bandwidth_gb_s
-from serving.benchmark.client import Measurement
+from serving.benchmark.client import Measurement, Target
 from serving.benchmark.load import Load, Outcome
 from serving.benchmark.summary import summarize
 from tests.serving_checkpoint import save_run
@@ -77,6 +77,68 @@ def test_a_missing_report_to_compare_with_is_told_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(bench, "_measure", None)
     assert run(capsys, "--url", f"{server.url}/v1", "--with", str(tmp_path / "absent.json")) == (2, {})
+
+
+class Sent(NamedTuple):
+    target: Target
+    load: Load
+    prompts: list[str]
+    options: dict[str, Any]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
+    """What is sent to a server that answers every load with one request of 4 and 3 tokens."""
+    loads: list[Sent] = []
+
+    async def run_load(target: Target, load: Load, prompts: list[str], **options: Any) -> Outcome:
+        loads.append(Sent(target, load, prompts, options))
+        return Outcome(load, [Measurement(0.0, 0.1, 0.2, 4, 3)], 1.0)
+
+    monkeypatch.setattr(bench, "run_load", run_load)
+    return loads
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.txt"
+    file.write_text("Once upon\n\n  The naïve river \n", encoding="utf-8")
+    return str(file)
+
+
+def test_the_prompts_of_a_file_are_sent_as_the_options_say(
+    sent: list[Sent], prompts_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("--url", "http://peer/v1/", "--model", "theirs", "--prompts", prompts_file, "--concurrency", "2")
+    assert run(capsys, *common, "--warmup", "0", "--max_tokens", "9")[0] == 0
+    rest = ("--warmup", "3", "--stop_at_eos", "--seed", "5", "--timeout_s", "7", "--requests", "11")
+    assert run(capsys, *common, *rest)[0] == 0
+    first, warmup, last = sent
+    assert first.target.url == "http://peer/v1"
+    assert first.prompts == ["Once upon", "The naïve river"]
+    assert first.target.body == {"model": "theirs", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    assert last.target.body == {"model": "theirs", "max_tokens": 128, "temperature": 0}
+    assert (warmup.load, last.load) == (Load("concurrency", 1, 3), Load("concurrency", 2, 11))
+    assert last.options == {"seed": 5, "timeout_s": 7}
+
+
+def test_a_file_without_prompts_is_exit_code_2(sent: list[Sent], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n \n")
+    for file in (empty, tmp_path / "absent.txt"):
+        assert main(["--model", "theirs", "--prompts", str(file)]) == 2
+    assert sent == []
+
+
+def test_the_ceiling_takes_the_bytes_of_the_model_that_is_measured(
+    sent: list[Sent], prompts_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("--model", "theirs", "--prompts", prompts_file, "--concurrency", "2", "--bandwidth_gb_s", "30")
+    weights = run(capsys, *common, "--weight_bytes", "1000000000", "--kv_bytes_per_token", "0")[1]
+    assert weights["points"][0]["ceiling_tokens_per_s"] == 60.0
+    cache = run(capsys, *common, "--weight_bytes", "0", "--kv_bytes_per_token", "1000000")[1]
+    # Each of the two reads 4 tokens of prompt and on the mean half of its 3 own at every step.
+    assert cache["points"][0]["ceiling_tokens_per_s"] == round(30e9 / 5.5e6, 1)
 
 
 def test_refused_requests_are_counted_by_their_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from serving.engine import engine as engine_module
 from serving.engine.engine import (
     Engine,
     EngineClosed,
@@ -18,6 +20,9 @@ from serving.engine.engine import (
 )
 from serving.engine.loading import ServedModel, load_served_model
 from serving.engine.sequence import SequenceSpec
+from serving.engine.slots import Piece
+from serving.http.errors import ApiError
+from serving.http.service import Service
 from tests.serving_checkpoint import save_run
 from tests.serving_engine import WAIT_S, Gate, decode, gate, reached, run, running_engine
 
@@ -219,13 +224,40 @@ def test_a_fault_of_a_whole_step_fails_what_was_in_it_and_the_engine_goes_on(
         run(test(engine))
 
 
+@pytest.mark.parametrize("where", ["prefill", "decode", "sample", "take_token"])
+def test_after_a_fault_of_the_device_the_engine_ends_and_its_service_is_to_be_replaced(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    async def test(engine: Engine) -> None:
+        owner = engine._runner if where in ("prefill", "decode") else engine_module
+        monkeypatch.setattr(owner, where, fail)
+        streams = [engine.submit([sequence(tokens=4)]) for _ in range(3)]
+        for stream in streams:
+            with pytest.raises(SequenceFailed, match="stopped"):
+                await indices_of(stream)
+        with pytest.raises(EngineClosed):
+            engine.submit([sequence()])
+
+    with running_engine(served) as engine:
+        run(test(engine))
+        engine.join(WAIT_S)
+        service = Service()
+        service._engine = engine
+        with pytest.raises(ApiError) as refused:
+            service.engine()
+        assert refused.value.code == "engine_dead", "Ray Serve's health check asks the same and replaces the replica"
+
+
 def test_a_fault_in_prefill_fails_its_own_request_only(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(engine: Engine) -> None:
         wanted = await decode(engine, [sequence(tokens=4)])
         prefill = engine._runner.prefill
 
-        def fail_on_5(row: int, tokens: tuple[int, ...], start: int) -> object:
-            return 1 / 0 if tokens[0] == 5 else prefill(row, tokens, start)
+        def fail_on_5(pieces: list[Piece]) -> object:
+            return 1 / 0 if any(piece.tokens[0] == 5 for piece in pieces) else prefill(pieces)
 
         monkeypatch.setattr(engine._runner, "prefill", fail_on_5)
         streams = [engine.submit([sequence(prompt, 4)]) for prompt in (1, 5, 1)]

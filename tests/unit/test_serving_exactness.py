@@ -14,6 +14,7 @@ from serving.engine.engine import Engine, Load, RequestCancelled, SequenceFailed
 from serving.engine.loading import ServedModel, load_served_model
 from serving.engine.runner import Runner
 from serving.engine.sequence import Delta, SequenceSpec, decode_sequence
+from serving.engine.slots import Piece
 from tests.serving_checkpoint import save_run
 from tests.serving_engine import Gate, decode, deltas_of, gate, reached, run, running_engine
 
@@ -152,7 +153,7 @@ def test_logits_in_fewer_bits_are_those_of_fp32_but_for_rounding(served: ServedM
     runners = [Runner(served.model, num_slots=20, dtype=one) for one in (torch.float32, dtype)]
     tokens = [rng.randrange(3, 320) for _ in prompts]
     for row, prompt in enumerate(prompts):
-        exact, rounded = [runner.prefill(row, prompt, 0) for runner in runners]
+        exact, rounded = [runner.prefill([Piece(row, 0, prompt, is_last=True)]) for runner in runners]
         assert relative_error(rounded, exact) < 0.05
     exact, rounded = [runner.decode(tokens, [40] * len(prompts)) for runner in runners]
     # Both round at 1/256; a wrong scale or a matrix in another's place would give an error of about 1.
@@ -269,3 +270,14 @@ def test_scores_come_before_the_first_delta_and_do_not_change_the_text(served: S
 
     with running_engine(served, num_slots=1) as engine:
         run(test(engine))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_prompt_gives_the_same_logits_alone_and_packed_with_others(served: ServedModel, dtype: torch.dtype) -> None:
+    rng = random.Random(8)
+    alone, packed = [Runner(served.model, num_slots=12, dtype=dtype) for _ in range(2)]
+    for lengths in ([1, 1], [3, 5, 1, 9], [64, 64], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [127, 1], [16] * 8):
+        prompts = [random_prompt(rng, length) for length in lengths]
+        pieces = [Piece(row, 0, prompt, is_last=True) for row, prompt in enumerate(prompts)]
+        wanted = torch.cat([alone.prefill([piece]) for piece in pieces])
+        assert torch.equal(packed.prefill(pieces), wanted)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from serving.console.options import SAMPLING
 from serving.generate import main
 from tests.serving_checkpoint import MAX_SEQ_LEN, close, save_run, serve_run
 
@@ -36,15 +37,29 @@ def command(run_folder: Path, *options: str) -> int:
 def test_the_text_is_that_of_the_service_for_the_same_seed(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--max_new_tokens", "30", "--temperature", "1.3", "--top_k", "40", "--top_p", "0.9"]
-    code = command(run_folder, "--prompt", "Once", "--repetition_penalty", "1.2", "--seed", "7", *options)
-    assert code == 0
+    sampling = {
+        "temperature": 1.3,
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.4,
+        "presence_penalty": -0.3,
+    }
+    assert set(sampling) == set(SAMPLING), "every sampling option is tried"
+    options = [word for name, value in sampling.items() for word in (f"--{name}", str(value))]
+    options += ["--prompt", "Once", "--seed", "7", "--max_new_tokens", "30"]
     served = serve_run(run_folder)
-    answer = served.client.generate(
-        prompt="Once", max_new_tokens=30, temperature=1.3, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=7
-    )
+    body = {"prompt": "Once", "max_new_tokens": 30, "seed": 7, **sampling}
+    text = served.client.generate(**body).json()["text"]
+    stop = [text[-1], text[len(text) // 2 :][:3]]
+    stopped = served.client.generate(**body, stop=stop).json()["text"]
     close(served)
-    assert capsys.readouterr().out == answer.json()["text"] + "\n"
+    assert command(run_folder, *options) == 0
+    assert capsys.readouterr().out == text + "\n"
+    assert command(run_folder, *options, "--stop", stop[0], "--stop", stop[1]) == 0
+    assert capsys.readouterr().out == stopped + "\n"
+    assert len(stopped) < len(text)
 
 
 def test_a_checkpoint_folder_works_like_its_run_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

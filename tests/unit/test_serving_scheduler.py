@@ -26,10 +26,12 @@ def gone(job: Job) -> bool:
 def prefill(scheduler: Scheduler[Job], budget: int = 10**6) -> list[tuple[Job, int, int, int]]:
     """Completes chunks until the budget is used up; returns (job, row, start, end) of each."""
     done = []
-    while (chunk := scheduler.next_chunk(budget)) is not None:
-        budget -= chunk.end - chunk.start
-        done.append((chunk.sequence, chunk.row, chunk.start, chunk.end))
-        scheduler.complete(chunk)
+    while chunks := scheduler.next_chunks(budget, most=100):
+        assert all(chunk.is_last for chunk in chunks[:-1])
+        for chunk in chunks:
+            budget -= chunk.num_tokens
+            done.append((chunk.sequence, chunk.row, chunk.start, chunk.end))
+            scheduler.complete(chunk)
     return done
 
 
@@ -109,7 +111,8 @@ def test_rows_stay_together_and_hold_their_own_sequences_whoever_leaves() -> Non
             for job, row, start, _ in prefill(scheduler, 4 * rng.randint(1, 4)):
                 assert start == 0 or rows[row] is job
                 rows[row] = job
-            held = [*scheduler.running, *([scheduler.prefilling] if scheduler.prefilling else [])]
+            begun = scheduler.next_chunks(4, most=1)[:1]  # at times of a job whose earlier chunks are in its row
+            held = [*scheduler.running, *(chunk.sequence for chunk in begun)]
             for job in rng.sample(held, rng.randrange(len(held) + 1)) if rng.random() < 0.7 else []:
                 job.is_gone = True
             for source, target in scheduler.drop_running(gone):
@@ -124,3 +127,18 @@ def test_a_faulty_step_frees_all_slots() -> None:
     prefill(scheduler, 20)
     assert scheduler.clear_running() == jobs[:3]
     assert prefill(scheduler) == [(jobs[3], 0, 0, 4)]
+
+
+def test_prompts_are_packed_up_to_the_budget_and_one_at_a_time_on_request() -> None:
+    scheduler, jobs = scheduler_of(num_slots=3), [Job(3), Job(4), Job(2), Job(1)]
+    scheduler.add(jobs)
+    assert [chunk.sequence for chunk in scheduler.next_chunks(8, most=10)] == jobs[:2]
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 2)
+    [first] = scheduler.next_chunks(8, most=1)
+    first.sequence.is_gone = True
+    assert scheduler.drop_running(gone) == []
+    assert [(chunk.sequence, chunk.row) for chunk in scheduler.next_chunks(8, most=10)] == [
+        (jobs[1], 0),
+        (jobs[2], 1),
+        (jobs[3], 2),
+    ]

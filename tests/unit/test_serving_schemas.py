@@ -1,13 +1,17 @@
 """The request of POST /generate: defaults, aliases, and every way to get a value wrong."""
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
+from fastapi import Request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from model.sampling import SamplingParams
+from serving.http import body as body_module
 from serving.http.body import parse_json_object
 from serving.http.errors import ApiError
 from serving.http.fields import IntegerField, NumberField
@@ -265,3 +269,23 @@ def test_the_published_schema_lists_every_field_and_alias() -> None:
     assert schema["properties"]["top_p"]["exclusiveMinimum"] == 0
     assert schema["properties"]["temperature"]["default"] == 0.8
     assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_large_body_is_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
+    threads = []
+
+    def parse(content: bytes) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return parse_json_object(content)
+
+    monkeypatch.setattr(body_module, "parse_json_object", parse)
+    content = b'{"prompt": "%s"}' % (b"a" * (body_module.PARSED_AT_ONCE_BYTES if is_large else 5))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    found = asyncio.run(body_module.read_json_object(request))
+    assert found == json.loads(content)
+    assert (threads[0] != threading.get_ident()) == is_large

@@ -2,19 +2,17 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from model.generate import GeneratedToken
-from serving.engine import engine as engine_module
-from serving.engine.engine import EngineSequence
-from serving.engine.sequence import Delta
 from serving.http import streaming
 from serving.http.routes import create_app
 from tests.serving_checkpoint import Served, close, save_run, serve_run
+from tests.serving_engine import Gate, gate
+
+__all__ = ["gate"]
 
 PROMPT = "Once upon a time"
 WAIT_S = 20.0  # far beyond what any of these waits takes; a hang then fails instead of blocking the suite
@@ -27,25 +25,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     close(service)
 
 
-class Gate:
-    """Lets the real engine through, one token a permit; a faulty one raises after its permits."""
-
-    def __init__(self) -> None:
-        self.permits = threading.Semaphore(0)
-        self.is_faulty = False
-        self._take_token = engine_module.take_token
-
-    def __call__(self, sequence: EngineSequence, picked: GeneratedToken) -> Delta:
-        assert self.permits.acquire(timeout=WAIT_S)
-        if self.is_faulty:
-            raise ValueError("a secret inside")
-        return self._take_token(sequence, picked)
-
-    def permit(self, tokens: int) -> None:
-        if tokens:
-            self.permits.release(tokens)
-
-
 def num_taken(served: Served) -> int:
     """Sequences that run or wait."""
     health = served.service.health()
@@ -53,11 +32,9 @@ def num_taken(served: Served) -> int:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    held = Gate()
-    monkeypatch.setattr(engine_module, "take_token", held)
-    yield held
-    held.permits.release(10_000)
+def held(gate: Gate) -> Gate:
+    gate.hold()
+    return gate
 
 
 class Connection:
@@ -166,11 +143,11 @@ def test_choices_and_echo_and_logprobs_are_streamed_by_index(served: Served) -> 
         assert [event["finish_reason"] for event in own][-1] == output["finish_reason"]
 
 
-def test_an_event_is_sent_as_soon_as_its_token_is_there(served: Served, gate: Gate) -> None:
+def test_an_event_is_sent_as_soon_as_its_token_is_there(served: Served, held: Gate) -> None:
     async def test() -> None:
         connection = Connection(served, {"prompt": PROMPT, "max_new_tokens": 3, "stream": True, "ignore_eos": True})
         for _ in range(3):
-            gate.permit(1)
+            held.permit(1)
             if (await connection.start())["type"] == "http.response.start":
                 await connection.event()
         assert "usage" in await connection.event()
@@ -179,58 +156,58 @@ def test_an_event_is_sent_as_soon_as_its_token_is_there(served: Served, gate: Ga
     run(served, test())
 
 
-def test_a_fault_before_the_first_token_is_a_500_for_this_request_only(served: Served, gate: Gate) -> None:
-    gate.is_faulty = True
-    gate.permit(1)
+def test_a_fault_before_the_first_token_is_a_500_for_this_request_only(served: Served, held: Gate) -> None:
+    held.is_faulty = True
+    held.permit(1)
     response = served.client.generate(prompt=PROMPT, max_new_tokens=3)
     assert response.status_code == 500
     assert response.headers["x-should-retry"] == "false"
     assert response.json()["error"]["code"] == "engine_error"
     assert "secret" not in response.text
-    gate.is_faulty = False
-    gate.permit(3)
+    held.is_faulty = False
+    held.permit(3)
     assert served.client.generate(prompt=PROMPT, max_new_tokens=3).status_code == 200
 
 
-def test_a_fault_in_mid_stream_is_an_error_event_and_the_end(served: Served, gate: Gate) -> None:
+def test_a_fault_in_mid_stream_is_an_error_event_and_the_end(served: Served, held: Gate) -> None:
     async def test() -> None:
         connection = Connection(served, {"prompt": PROMPT, "max_new_tokens": 5, "stream": True, "ignore_eos": True})
-        gate.permit(1)
+        held.permit(1)
         assert (await connection.start())["status"] == 200
         await connection.event()
-        gate.is_faulty = True
-        gate.permit(1)
+        held.is_faulty = True
+        held.permit(1)
         assert json.loads((await connection.event()).removeprefix("data: "))["error"]["code"] == "engine_error"
         assert await connection.event() == "data: [DONE]\n\n"
 
     run(served, test())
 
 
-def test_a_timeout_in_mid_stream_is_an_error_event_and_frees_the_slot(served: Served, gate: Gate) -> None:
+def test_a_timeout_in_mid_stream_is_an_error_event_and_frees_the_slot(served: Served, held: Gate) -> None:
     async def test() -> None:
         body = {"prompt": PROMPT, "max_new_tokens": 5, "stream": True, "timeout_s": 0.2, "ignore_eos": True}
         connection = Connection(served, body)
-        gate.permit(1)
+        held.permit(1)
         assert (await connection.start())["status"] == 200
         await connection.event()
         assert json.loads((await connection.event()).removeprefix("data: "))["error"]["code"] == "timeout"
         assert await connection.event() == "data: [DONE]\n\n"
-        gate.permit(1)  # for the token that was being decoded
+        held.permit(1)  # for the token that was being decoded
         await idle(served)
 
     run(served, test())
 
 
-def test_a_ping_is_sent_while_a_token_takes_long(served: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ping_is_sent_while_a_token_takes_long(served: Served, held: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "PING_INTERVAL_S", 0.01)
 
     async def test() -> None:
         connection = Connection(served, {"prompt": PROMPT, "max_new_tokens": 2, "stream": True, "ignore_eos": True})
-        gate.permit(1)
+        held.permit(1)
         await connection.start()
         await connection.event()
         assert [await connection.event() for _ in range(2)] == [": ping\n\n"] * 2
-        gate.permit(1)
+        held.permit(1)
         while (event := await connection.event()) == ": ping\n\n":
             pass
         assert json.loads(event.removeprefix("data: "))["finish_reason"] == "length"
@@ -241,23 +218,23 @@ def test_a_ping_is_sent_while_a_token_takes_long(served: Served, gate: Gate, mon
 @pytest.mark.parametrize("tokens_before", [0, 2])
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_client_that_goes_away_frees_its_slot_within_one_token(
-    served: Served, gate: Gate, is_streamed: bool, tokens_before: int
+    served: Served, held: Gate, is_streamed: bool, tokens_before: int
 ) -> None:
     async def test() -> None:
         body = {"prompt": PROMPT, "max_new_tokens": 40, "stream": is_streamed, "ignore_eos": True}
         connection = Connection(served, body)
-        gate.permit(tokens_before)
+        held.permit(tokens_before)
         while served.service.health().running == 0:
             await asyncio.sleep(0.001)
         connection.hang_up()
         await connection.task
-        gate.permit(1)  # for the token that was being decoded
+        held.permit(1)  # for the token that was being decoded
         await idle(served)
 
     run(served, test())
 
 
-def test_clients_that_go_away_while_waiting_leave_the_others_alone(served: Served, gate: Gate) -> None:
+def test_clients_that_go_away_while_waiting_leave_the_others_alone(served: Served, held: Gate) -> None:
     body = {"prompt": PROMPT, "max_new_tokens": 4, "seed": 1, "ignore_eos": True}
 
     async def test() -> None:
@@ -273,7 +250,7 @@ def test_clients_that_go_away_while_waiting_leave_the_others_alone(served: Serve
                 connection.hang_up()
                 await connection.task
             assert num_taken(served) == 2
-        gate.permit(8)
+        held.permit(8)
         for connection in running:
             assert (await connection.start())["status"] == 200
 
@@ -281,7 +258,7 @@ def test_clients_that_go_away_while_waiting_leave_the_others_alone(served: Serve
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_full_queue_is_a_429_that_says_when_to_retry(served: Served, gate: Gate, is_streamed: bool) -> None:
+def test_a_full_queue_is_a_429_that_says_when_to_retry(served: Served, held: Gate, is_streamed: bool) -> None:
     body = {"prompt": PROMPT, "max_new_tokens": 1, "stream": is_streamed}
 
     async def test() -> None:
@@ -294,7 +271,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_retry(served: Served, gate: Gat
         assert start["status"] == 429
         assert 1 <= int(dict(start["headers"])[b"retry-after"]) <= 60
         assert json.loads(await refused.event())["error"]["code"] == "queue_full"
-        gate.permit(4)
+        held.permit(4)
         for connection in taken:
             assert (await connection.start())["status"] == 200
 

@@ -27,6 +27,7 @@ from rayjob.store.fetch import fetch_file, fetch_folder, fetch_tree
 from rayjob.store.publish import publish_missing
 from rayjob.store.runs import adopt_run, publish_run
 from rayjob.store.shared import check_shared
+from rayjob.training.storage_probe import PROBE_FILE, measure_storage
 from tests.hub_stub import Hub, running
 from tests.s3_server import S3Server, running_server
 from tests.serving_checkpoint import save_run
@@ -89,6 +90,19 @@ def test_what_is_written_here_is_read_there(here: Machine, there: Machine) -> No
     assert not fetch_file(there.storage / "tokens" / "x" / "absent")
     assert not fetch_folder(there.storage / "tokenizers" / "absent", "b.json")
     assert not [path for path in there.storage.rglob("*") if path.name.endswith(".tmp")]
+
+
+def test_probe_of_a_mirrored_run_goes_through_the_store_and_leaves_nothing(
+    here: Machine, server: S3Server, bucket: str
+) -> None:
+    run_folder, asked = here.storage / "runs" / "r", []
+    server.intercept = lambda method, path: asked.append((method, path))
+    speed = measure_storage(run_folder, 1_000)
+    assert speed.write_bytes_per_s > 0
+    assert speed.read_bytes_per_s > 0
+    assert {("PUT", f"/{bucket}/p/runs/r/{PROBE_FILE}"), ("GET", f"/{bucket}/p/runs/r/{PROBE_FILE}")} <= set(asked)
+    assert server.objects(bucket) == {}
+    assert list(run_folder.iterdir()) == []
 
 
 def test_folder_without_its_last_file_is_absent(here: Machine, there: Machine, server: S3Server, bucket: str) -> None:
