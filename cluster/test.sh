@@ -10,8 +10,4 @@ if (($# == 0)); then
   "$bin/python" -m ruff check .
   "$bin/python" -m mypy
 fi
-if (($# == 0)); then
-  # Two files at a time, however many cores there are: much of the time goes into waiting for Ray to start or to end.
-  set -- --numprocesses=2 --dist=loadfile --no-loadscope-reorder
-fi
 exec "$bin/python" -m pytest "$@"
