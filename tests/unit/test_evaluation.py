@@ -1,25 +1,23 @@
 """An evaluation that one of two workers wishes to break off, with real gloo."""
 
-import socket
-
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from model.config import ModelConfig
 from model.llama import Llama
 from rayjob.training.evaluation import EvaluationAbandoned, evaluate
 from rayjob.training.feed import Windows
 from rayjob.training.step import Wishes
+from tests.ranks import run_ranks
 
 CONFIG = ModelConfig(vocab_size=64, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
 
 
-def run_worker(rank: int, port: int) -> tuple[int, Wishes | None, float]:
+def run_worker(rank: int, meeting: str) -> tuple[int, Wishes | None, float]:
     """Returns the batches until it was broken off, what the workers wished, and the loss of a second evaluation."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=2)
     model = Llama(CONFIG)
     model.init_weights(0)
     windows = Windows(np.random.default_rng(1).integers(0, 64, 8 * 13 + 3).astype(np.uint16), 8)
@@ -41,11 +39,7 @@ def run_worker(rank: int, port: int) -> tuple[int, Wishes | None, float]:
 
 
 def test_all_workers_abandon_an_evaluation_at_the_same_batch_and_can_do_it_again() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with mp.get_context("spawn").Pool(2) as pool:
-        first, second = pool.starmap(run_worker, [(rank, port) for rank in range(2)], chunksize=1)
+    first, second = run_ranks(run_worker, 2)
     assert first == second
     assert first[:2] == (3, Wishes(leave=True))
     model = Llama(CONFIG)

@@ -3,14 +3,12 @@
 import dataclasses
 import json
 import logging
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from model.config import ModelConfig
 from model.llama import Llama
@@ -26,6 +24,7 @@ from rayjob.training.schedule import WindowOrder
 from rayjob.training.start import settle_buckets
 from rayjob.training.step import Wishes, train_step
 from rayjob.training.trial import MicroBatchTrial
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(vocab_size=300, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
@@ -79,10 +78,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def run_worker(rank: int, port: int, storage: Path) -> dict[str, Any]:
+def run_worker(rank: int, meeting: str, storage: Path) -> dict[str, Any]:
     """Settles the size where rank 1 has room for 2 windows only, trains with it, and with the same size given."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=N_RANKS)
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=N_RANKS)
     config = config_of(storage, "auto", N_RANKS)
     automatic, given = Worker(config), Worker(config)
     fence = Fence(config.run_folder)
@@ -111,11 +110,7 @@ def run_worker(rank: int, port: int, storage: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     storage = tmp_path_factory.mktemp("storage")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with mp.get_context("spawn").Pool(N_RANKS) as pool:
-        return pool.starmap(run_worker, [(rank, port, storage) for rank in range(N_RANKS)], chunksize=1)
+    return run_ranks(run_worker, N_RANKS, storage)
 
 
 def test_all_ranks_take_what_fits_on_the_smallest(workers: list[dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 import logging
 import os
 import shutil
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from model.config import ModelConfig
 from model.llama import Llama
@@ -30,6 +28,7 @@ from rayjob.training.schedule import WindowOrder
 from rayjob.training.start import settle_buckets
 from rayjob.training.step import Wishes, train_step
 from rayjob.training.storage_probe import PROBE_FILE, measure_storage, missing_bytes
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(vocab_size=300, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
@@ -70,10 +69,10 @@ class Worker:
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def run_worker(rank: int, port: int, storage: Path) -> dict[str, Any]:
+def run_worker(rank: int, meeting: str, storage: Path) -> dict[str, Any]:
     """Trains three steps with preflights before the first and the third, and three without; then rank 1 stays away."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=N_RANKS)
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=N_RANKS)
     config = config_of(storage, N_RANKS)
     require_link(CPU, limit_s=60.0)
     checked, plain = Worker(config), Worker(config)
@@ -106,11 +105,7 @@ def run_worker(rank: int, port: int, storage: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     storage = tmp_path_factory.mktemp("storage")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with mp.get_context("spawn").Pool(N_RANKS) as pool:
-        return pool.starmap(run_worker, [(rank, port, storage) for rank in range(N_RANKS)], chunksize=1)
+    return run_ranks(run_worker, N_RANKS, storage)
 
 
 def test_run_with_preflights_is_bit_for_bit_the_one_without(workers: list[dict[str, Any]]) -> None:

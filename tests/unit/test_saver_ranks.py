@@ -1,12 +1,10 @@
 """Saving by several workers: real processes, real gloo, one run folder."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import model.checkpoint_writer
 import rayjob.training.saver
@@ -14,14 +12,15 @@ from model.checkpoint import load_model, load_trainer_tensors, verify_checkpoint
 from model.complete import read_complete
 from rayjob.training.attempt import begin_attempt
 from rayjob.training.recovery import read_run
+from tests.ranks import run_ranks
 from tests.saved_run import CONFIG, IDENTITY, SavedRun
 
 N_RANKS = 3
 
 
-def run_worker(rank: int, port: int, folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
+def run_worker(rank: int, meeting: str, folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
     """Saves steps 1, 2 and 3; while step 2 is written, the last rank's disk is full."""
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=N_RANKS)
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=N_RANKS)
     begun = [begin_attempt(folder, 0, None) if rank == 0 else None]
     dist.broadcast_object_list(begun)
     rayjob.training.saver._RETRY_S = 0.0
@@ -56,11 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(folder: Path, small_tokenizer: Path) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with mp.get_context("spawn").Pool(N_RANKS) as pool:
-        return pool.starmap(run_worker, [(r, port, folder, small_tokenizer) for r in range(N_RANKS)], chunksize=1)
+    return run_ranks(run_worker, N_RANKS, folder, small_tokenizer)
 
 
 def test_every_rank_writes_its_share_and_together_they_are_the_state(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +21,7 @@ from rayjob.training.feed import StepFeed, Windows
 from rayjob.training.optimizer import build_optimizer
 from rayjob.training.schedule import WindowOrder
 from rayjob.training.step import Wishes, train_step
+from tests.ranks import run_ranks
 
 CONFIG = ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=64, max_seq_len=16)
 N_STEPS, BATCH, MICRO = 20, 16, 2
@@ -37,10 +36,10 @@ class Case:
     fault: str = ""  # of the last worker: "data" or "gradient" in step FAULTY, "weight" from then on
 
 
-def run_worker(rank: int, case: Case, port: int) -> dict[str, Any]:
+def run_worker(rank: int, meeting: str, case: Case) -> dict[str, Any]:
     """Returns losses, norms, wishes, window ids and reduced bytes per step, and the final weights."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.n_workers)
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=case.n_workers)
     model = Llama(CONFIG)
     model.init_weights(0)
     ddp = wrap(model, TrainConfig(use_gpu=False), torch.device("cpu"))
@@ -117,11 +116,7 @@ def planted(case: Case, model: Llama, index: int, rank: int) -> Iterator[None]:
 
 
 def launch(case: Case) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with mp.get_context("spawn").Pool(case.n_workers) as pool:
-        return pool.starmap(run_worker, [(rank, case, port) for rank in range(case.n_workers)], chunksize=1)
+    return run_ranks(run_worker, case.n_workers, case)
 
 
 @pytest.fixture(scope="module")
