@@ -10,31 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.config import ModelConfig
-from model.llama import Llama
-from rayjob.config import JobConfig, OptimizerConfig, TrainConfig
+from rayjob.config import JobConfig, TrainConfig
 from rayjob.lease import Fence
-from rayjob.training.ddp import wrap
-from rayjob.training.feed import StepFeed
-from rayjob.training.host_copy import rng_tensors
-from rayjob.training.lone_worker import random_windows
 from rayjob.training.micro_batch import MICRO_BATCH_FILE, naming_smaller_size, settle_micro_batch
-from rayjob.training.optimizer import build_optimizer, optimizer_tensors
-from rayjob.training.schedule import WindowOrder
-from rayjob.training.start import settle_buckets
-from rayjob.training.step import Wishes, train_step
 from rayjob.training.trial import MicroBatchTrial
-from tests.ranks import run_ranks
+from tests.ranks import CPU, TINY, TinyWorker, run_ranks
 
-CPU = torch.device("cpu")
-MODEL = ModelConfig(vocab_size=300, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
 N_RANKS = 2
 
 
 def config_of(storage: Path, micro_batch_size: Any, n_workers: int = 1, global_batch_size: int = 16) -> JobConfig:
     config = JobConfig(
         storage=str(storage),
-        model=MODEL,
+        model=TINY,
         train=TrainConfig(
             num_workers=n_workers,
             use_gpu=False,
@@ -48,30 +36,17 @@ def config_of(storage: Path, micro_batch_size: Any, n_workers: int = 1, global_b
     return config
 
 
-class Worker:
-    """A model with its optimizer, and three steps of it from the micro-batch on."""
+class Worker(TinyWorker):
+    """A worker that can try sizes and then take three steps with one."""
 
     def __init__(self, config: JobConfig) -> None:
-        self.config = config
-        self.model = Llama(MODEL)
-        self.model.init_weights(0)
-        self.ddp = wrap(self.model, config.train, CPU)
-        self.optimizer = build_optimizer(self.model, OptimizerConfig())
+        super().__init__(config)
         self.trial = MicroBatchTrial(config, self.model, self.optimizer, CPU, torch.float32)
 
     def train(self, micro_batch_size: int) -> None:
-        windows = random_windows(self.config, 64)
-        order = WindowOrder(len(windows), self.config.train.global_batch_size, seed=1)
-        feed = StepFeed(windows, order, micro_batch_size, dist.get_rank(), dist.get_world_size(), CPU)
-        settle_buckets(self.ddp, feed, torch.float32)
+        feed = self.open_feed(micro_batch_size)
         for index in range(3):
-            batch = feed.step_batch(index)
-            settings: Any = {"lr": 1e-2, "grad_clip": 1.0, "precision": torch.float32, "wishes": Wishes}
-            train_step(self.ddp, self.optimizer, batch, **settings)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        found = self.model.state_dict() | optimizer_tensors(self.model, self.optimizer) | rng_tensors(CPU)
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
+            self.step(feed, index)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -11,27 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.config import ModelConfig
-from model.llama import Llama
-from rayjob.config import JobConfig, OptimizerConfig, TrainConfig
+from rayjob.config import JobConfig, TrainConfig
 from rayjob.step_time import checkpoint_bytes
 from rayjob.training import preflight, storage_probe
-from rayjob.training.ddp import wrap
 from rayjob.training.failure import StartRefusedError
-from rayjob.training.feed import StepFeed
-from rayjob.training.host_copy import rng_tensors
 from rayjob.training.link import HangError, Link, measure_link, require_link, within
-from rayjob.training.lone_worker import random_windows
-from rayjob.training.optimizer import build_optimizer, optimizer_tensors
 from rayjob.training.preflight import FAILED, OK, SLOW, Check, run_preflight
-from rayjob.training.schedule import WindowOrder
-from rayjob.training.start import settle_buckets
-from rayjob.training.step import Wishes, train_step
 from rayjob.training.storage_probe import PROBE_FILE, measure_storage, missing_bytes
-from tests.ranks import run_ranks
+from tests.ranks import CPU, TINY, TinyWorker, run_ranks
 
-CPU = torch.device("cpu")
-MODEL = ModelConfig(vocab_size=300, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=16, max_seq_len=8)
 N_RANKS = 2
 
 
@@ -39,34 +27,20 @@ def config_of(storage: Path, n_workers: int = 1) -> JobConfig:
     train = TrainConfig(
         num_workers=n_workers, use_gpu=False, precision="fp32", global_batch_size=16, micro_batch_size=4
     )
-    config = JobConfig(storage=str(storage), model=MODEL, train=train)
+    config = JobConfig(storage=str(storage), model=TINY, train=train)
     config.run_folder.mkdir(parents=True, exist_ok=True)
     return config
 
 
-class Worker:
+class Worker(TinyWorker):
+    """A worker that can check and take a step."""
+
     def __init__(self, config: JobConfig) -> None:
-        self.config = config
-        self.model = Llama(MODEL)
-        self.model.init_weights(0)
-        self.ddp = wrap(self.model, config.train, CPU)
-        self.optimizer = build_optimizer(self.model, OptimizerConfig())
-        windows = random_windows(config, 64)
-        order = WindowOrder(len(windows), 16, seed=1)
-        size = config.train.assumed_micro_batch_size
-        self.feed = StepFeed(windows, order, size, dist.get_rank(), dist.get_world_size(), CPU)
-        settle_buckets(self.ddp, self.feed, torch.float32)
+        super().__init__(config)
+        self.feed = self.open_feed(config.train.assumed_micro_batch_size)
 
     def check(self, step: int = 0) -> list[Check]:
         return run_preflight(self.config, self.ddp, self.feed, step, first_s=0.5)
-
-    def step(self, index: int) -> None:
-        settings: Any = {"lr": 1e-2, "grad_clip": 1.0, "precision": torch.float32, "wishes": Wishes}
-        train_step(self.ddp, self.optimizer, self.feed.step_batch(index), **settings)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        found = self.model.state_dict() | optimizer_tensors(self.model, self.optimizer) | rng_tensors(CPU)
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 def run_worker(rank: int, meeting: str, storage: Path) -> dict[str, Any]:
@@ -80,8 +54,8 @@ def run_worker(rank: int, meeting: str, storage: Path) -> dict[str, Any]:
     for index in range(3):
         if index != 1:
             result["checks"].append(checked.check(index))
-        checked.step(index)
-        plain.step(index)
+        checked.step(checked.feed, index)
+        plain.step(plain.feed, index)
     mine, others = checked.tensors(), plain.tensors()
     result["is_same"] = all(mine[name].equal(others[name]) for name in others)
     with pytest.MonkeyPatch.context() as patch:  # of rank 0 alone, which is who looks
@@ -211,7 +185,7 @@ def test_storage_is_given_no_more_than_was_asked_for(tmp_path: Path, monkeypatch
 def test_space_is_needed_for_the_checkpoints_that_are_not_there_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_bytes = checkpoint_bytes(MODEL)
+    n_bytes = checkpoint_bytes(TINY)
     assert missing_bytes(tmp_path, n_bytes, keep=2) == 4 * n_bytes, "two, the best one, and one being written"
     for n_saved, n_missing in ((1, 3), (3, 1), (5, 1)):
         monkeypatch.setattr(storage_probe, "list_checkpoints", lambda _, n=n_saved: [tmp_path] * n)
