@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rayjob.corpus.errors import CorpusError
@@ -90,7 +92,7 @@ def read_column(rows: RowRange, column: str) -> Iterator[pa.Array]:
         CorpusError: the pages cannot be read; the file and the rows are named.
     """
     try:
-        parquet = _open(rows.source)
+        parquet = _open(rows.source, column)
         starts = [0, *itertools.accumulate(_group_rows(parquet))]
         groups = [g for g in range(len(starts) - 1) if starts[g] < rows.end and starts[g + 1] > rows.first]
         row = starts[groups[0]]
@@ -157,8 +159,12 @@ def _cut_group(source: Source, first: int, n_rows: int, n_parts: int) -> list[Ro
 
 
 @functools.lru_cache(maxsize=4)  # a footer of 7,000 row groups takes longer to parse than a range to read
-def _open(source: Source) -> pq.ParquetFile:
-    return pq.ParquetFile(open_input(source.path), buffer_size=BATCH_BYTES)  # or a column chunk is read whole
+def _open(source: Source, coded_column: str | None = None) -> pq.ParquetFile:
+    """Opens a file; a text column can be left in the dictionary codes that it is stored in, however long its rows."""
+    codes = [coded_column] if coded_column else None
+    return pq.ParquetFile(  # without a buffer, a column chunk is read whole
+        open_input(source.path), buffer_size=BATCH_BYTES, read_dictionary=codes
+    )
 
 
 def _group_rows(parquet: pq.ParquetFile) -> list[int]:
@@ -173,12 +179,23 @@ def _batches(parquet: pq.ParquetFile, groups: list[int], column: str) -> Iterato
     n_rows = sum(group.num_rows for group in metadata)
     batch_rows = min(max(BATCH_BYTES * n_rows // max(n_bytes, 1), 1), MAX_BATCH_ROWS)
     for batch in parquet.iter_batches(batch_rows, row_groups=groups, columns=[column], use_threads=False):
-        values = batch.column(0)
-        if pa.types.is_dictionary(values.type):
-            values = values.dictionary_decode()
-        if pa.types.is_integer(values.type):
-            values = values.cast(pa.string())
-        yield values.cast(pa.large_binary())
+        yield from _decoded(batch.column(0))
+
+
+def _decoded(values: pa.Array) -> Iterator[pa.Array]:
+    """Cuts an array of dictionary codes where its text would be larger than a batch: of a repeated row there is one."""
+    if not pa.types.is_dictionary(values.type):
+        kind = pa.string() if pa.types.is_integer(values.type) else values.type
+        yield values.cast(kind).cast(pa.large_binary())
+        return
+    lengths = pc.binary_length(values.dictionary).take(values.indices)
+    ends = np.cumsum(lengths.fill_null(0).to_numpy(), dtype=np.int64)
+    start = 0
+    while start < len(values):
+        limit = (ends[start - 1] if start else 0) + BATCH_BYTES
+        end = max(int(np.searchsorted(ends, limit, side="right")), start + 1)
+        yield values[start:end].dictionary_decode().cast(pa.large_binary())
+        start = end
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,19 +1,19 @@
 """Which documents are held out for validation.
 
-The corpus should give `val_fraction` of its bytes to validation, in whole documents, and a document's chance
-must not depend on its name or its place among the files:
+The corpus should give `val_fraction` of its bytes to validation, in whole documents, and neither a document's name
+nor its place among the files nor the other files may decide:
 
 1. Documents that share passages form a group (`dedup.py`) and stay together. A group's rank is its smallest
-   sha256.
-2. In the order of ranks, groups are held out until validation has its share. One that would bring it to more
-   than half above its share is passed over, so the longest book is never the one held out in a small corpus.
+   content hash, as a number in [0, 1). Those below `val_fraction` are held out: documents that are added later
+   neither move them nor take them away.
+2. A corpus of few documents may have none below, or one that is most of the corpus. Where rule 1 would give less
+   than a twentieth of the share, or more than half of the corpus, groups are held out in the order of their ranks
+   until validation has its share. One that would bring it to more than half above its share is passed over, so the
+   longest book is never the one held out.
 3. If validation then has less than half of its share, the smallest group passed over is held out as well,
    unless that is more than half of the corpus.
 4. If it still has less, the largest document is cut before white space and its tail is held out: a corpus of
    one book.
-
-A book added later takes no document out of validation unless it ranks before it, and enters validation itself
-only by its own rank.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 OVERSHOOT = 1.5
 UNDERSHOOT = 0.5
+LEAST_SHARE = 0.05  # of the share wanted; a note beside a book is no validation split
+MOST_OF_CORPUS = 0.5
 
 
 class Split(NamedTuple):
@@ -32,24 +34,42 @@ class Split(NamedTuple):
 
 
 def choose_validation(
-    sha256s: Sequence[str], sizes_bytes: Sequence[int], groups: Sequence[Sequence[int]], val_fraction: float
+    hashes: Sequence[str], sizes: Sequence[int], groups: Sequence[Sequence[int]], val_fraction: float
 ) -> Split:
-    """Applies the rule above to documents by content hash and size, grouped by `dedup.group_related`."""
-    total = sum(sizes_bytes)
+    """Applies the rules above.
+
+    Args:
+        hashes: hex content hash of each document, of 16 digits at least.
+        sizes: of each document, in any unit (`Split.tail_bytes` is in the same).
+        groups: indices of related documents, by `dedup.group_related`; each document is in one group.
+        val_fraction: in (0, 0.5].
+    """
+    total = sum(sizes)
     target = val_fraction * total
-    size_of = [sum(sizes_bytes[index] for index in group) for group in groups]
-    ranked = sorted(range(len(groups)), key=lambda number: min(sha256s[index] for index in groups[number]))
+    size_of = [sum(sizes[index] for index in group) for group in groups]
+    ranks = [min(hashes[index] for index in group) for group in groups]
+    below = [number for number, rank in enumerate(ranks) if int(rank[:16], 16) < val_fraction * 2**64]
+    most = max(MOST_OF_CORPUS, OVERSHOOT * val_fraction) * total
+    if below and LEAST_SHARE * target <= sum(size_of[number] for number in below) <= most:
+        return Split(frozenset(index for number in below for index in groups[number]), None, 0)
+    return _choose_by_order(sizes, groups, size_of, sorted(range(len(groups)), key=ranks.__getitem__), target)
+
+
+def _choose_by_order(
+    sizes: Sequence[int], groups: Sequence[Sequence[int]], size_of: Sequence[int], ranked: Sequence[int], target: float
+) -> Split:
+    """Rules 2 to 4."""
     chosen, passed_over = _walk(ranked, size_of, target)
     held_bytes = sum(size_of[number] for number in chosen)
     if held_bytes < UNDERSHOOT * target and passed_over:
         smallest = min(passed_over, key=lambda number: size_of[number])
-        if size_of[smallest] <= total / 2:
+        if size_of[smallest] <= MOST_OF_CORPUS * sum(sizes):
             chosen.append(smallest)
             held_bytes += size_of[smallest]
     held_out = frozenset(index for number in chosen for index in groups[number])
     if held_bytes >= UNDERSHOOT * target:
         return Split(held_out, None, 0)
-    largest = max((index for index in range(len(sizes_bytes)) if index not in held_out), key=sizes_bytes.__getitem__)
+    largest = max((index for index in range(len(sizes)) if index not in held_out), key=sizes.__getitem__)
     return Split(held_out, largest, round(target - held_bytes))
 
 

@@ -3,11 +3,9 @@
 1. Where documents are known, a stretch is a document. Elsewhere it begins at a row where the hash of the next
    REPEAT_ROWS rows is a multiple of MEAN_ROWS, at least MIN_ROWS after the last: the same rows give the same
    stretches wherever they stand.
-2. A stretch's rank is the hash of its rows, as a number in [0, 1). Those below val_fraction are held out: files that
-   are added later neither move them nor take them away.
-3. In a small corpus that may be far from the share wanted. Then stretches are held out in the order of their ranks,
-   or a tail is cut from the longest, as `split.py` does with documents.
-4. No run of REPEAT_ROWS rows of validation may stand in training, neither in the corpus as it is nor where rows
+2. Stretches are held out as `split.py` does with documents: those whose hash is a number below val_fraction, so that
+   files added later neither move them nor take them away; by other rules only where a few stretches are the corpus.
+3. No run of REPEAT_ROWS rows of validation may stand in training, neither in the corpus as it is nor where rows
    dropped in between bring others together. A stretch with such a run goes back to training, until there is none.
 """
 
@@ -20,7 +18,7 @@ import numpy.typing as npt
 
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.repeats import REPEAT_ROWS, Flags, Hashes, RunSet, run_hashes, slabs
-from rayjob.corpus.split import OVERSHOOT, UNDERSHOOT, choose_validation
+from rayjob.corpus.split import choose_validation
 
 MEAN_ROWS = 256  # 16 to 25 kB of text: many windows of training, and 200,000 stretches in BookCorpus
 MIN_ROWS = 64
@@ -63,14 +61,10 @@ def content_hash(hashes: Hashes) -> str:
 
 
 def _choose(hashes: Hashes, bounds: Bounds, val_fraction: float) -> Bounds:
-    ranks = [content_hash(hashes[start:end]) for start, end in bounds]
-    limit = f"{min(int(val_fraction * 2**64), 2**64 - 1):016x}"
-    held = [bound for bound, rank in zip(bounds, ranks, strict=True) if rank < limit]
-    target = val_fraction * len(hashes)
-    if UNDERSHOOT * target <= sum(end - start for start, end in held) <= OVERSHOOT * target:
-        return held
     sizes = [end - start for start, end in bounds]
-    split = choose_validation(ranks, sizes, [[index] for index in range(len(bounds))], val_fraction)
+    each_alone = [[index] for index in range(len(bounds))]
+    ranks = [content_hash(hashes[start:end]) for start, end in bounds]
+    split = choose_validation(ranks, sizes, each_alone, val_fraction)
     held = [bounds[index] for index in sorted(split.held_out)]
     if split.cut_document is not None:
         end = bounds[split.cut_document][1]

@@ -56,6 +56,18 @@ def test_batches_stay_small_when_rows_are_long(tmp_path: Path, monkeypatch: pyte
     assert len(batches) >= 20
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_batches_stay_small_when_a_long_row_is_stored_once_and_repeated(tmp_path: Path, kind: pa.DataType) -> None:
+    row = "word " * 3_000
+    value_kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    values = pa.array([row, None] * 2_000, value_kind)
+    file = write(tmp_path / "a.parquet", values.cast(kind), group_rows=4_000)
+    assert file.bytes < 100_000
+    batches = list(read_column(RowRange(file, 0, 4_000), "text"))
+    assert max(batch.nbytes for batch in batches) < 2 * rows.BATCH_BYTES
+    assert [value for batch in batches for value in batch.to_pylist()] == [row.encode(), None] * 2_000
+
+
 def test_row_of_fifty_megabytes_is_read(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", ["short", "word " * 10_000_000, "end"])
     assert [len(value or b"") for part in ranges_of(file) for value in read(part)] == [5, 50_000_000, 3]
