@@ -14,12 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from model.direct_file import DirectFile
+
 COMPLETE = "COMPLETE"
 
 Files = dict[str, dict[str, Any]]  # {name relative to the checkpoint: {"size": bytes, "sha256": hex}}
-
-# Small enough to stay in the processor's cache between being written and hashed.
-_CHUNK_BYTES = 1 << 20
 
 
 class CheckpointError(ValueError):
@@ -31,17 +30,10 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any
 
     Writing and hashing leave the GIL alone, so that a training thread is not held up.
     """
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
+    with DirectFile(path) as file:
         for part in parts:
-            for begin in range(0, len(part), _CHUNK_BYTES):
-                chunk = part[begin : begin + _CHUNK_BYTES]
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"size": size, "sha256": digest.hexdigest()}
+            file.write(part)
+    return {"size": file.size, "sha256": file.digest.hexdigest()}
 
 
 def write_complete(folder: Path, files: Files) -> None:

@@ -42,9 +42,9 @@ def test_file_is_no_larger_than_the_librarys(tmp_path: Path) -> None:
     assert write_tensors(path, TENSORS)["size"] <= len(save(contiguous, {"format": "pt"})) + 8
 
 
-def test_a_file_of_many_chunks_is_hashed_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.complete._CHUNK_BYTES", 100)
+def test_a_file_of_many_buffers_is_hashed_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.direct_file._BUFFER_BYTES", 4096)
     path = tmp_path / "a.safetensors"
-    tensors = {"a": torch.arange(1000.0)}
+    tensors = {"a": torch.arange(10_000.0)}
     assert write_tensors(path, tensors)["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert load_file(path)["a"].equal(tensors["a"])
