@@ -28,7 +28,7 @@ class CheckpointError(ValueError):
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Writes `parts` one after another, syncs the file to disk and returns its entry for COMPLETE.
 
-    Writing and hashing leave the GIL alone, so that a training thread is not held up.
+    Writing and hashing leave the GIL alone; a training thread is held up for the copy of one buffer at most.
     """
     with DirectFile(path) as file:
         for part in parts:

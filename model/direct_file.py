@@ -1,7 +1,7 @@
 """Writes a file past the system's page cache, where the file system can.
 
-A checkpoint is written beside the training that goes on, and filling the page cache takes a processor two seconds for a
-gigabyte, which on a machine without a GPU are missing from the steps. Nobody reads the file soon.
+A checkpoint is written beside the training that goes on, and filling the page cache takes a processor up to two seconds
+for a gigabyte, which on a machine without a GPU are missing from the steps. Nobody reads the file soon.
 """
 
 import errno
@@ -29,8 +29,8 @@ class DirectFile:
 
     def __init__(self, path: Path) -> None:
         self.size, self.digest = 0, hashlib.sha256()
-        self._descriptor = _open(path)
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))  # begins at a page
+        self._descriptor = _open(path)
         self._filled = 0
 
     def write(self, content: bytes | memoryview) -> None:

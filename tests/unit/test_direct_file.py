@@ -1,6 +1,7 @@
 """Files written past the page cache are those that a plain write makes, wherever they are written."""
 
 import errno
+import fcntl
 import hashlib
 import os
 from pathlib import Path
@@ -41,6 +42,26 @@ def test_content_is_whole_at_every_size_and_cut(tmp_path: Path, size: int) -> No
     content = os.urandom(size)
     for cut in (1, 1000, BLOCK, 3 * BLOCK, size or 1):
         write(tmp_path / "a", [content[begin : begin + cut] for begin in range(0, size, cut)])
+
+
+def test_whole_buffers_go_past_the_page_cache_and_only_the_rest_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("the file system of the tests takes no direct writes")
+    writes = []
+    plain_write = os.write
+
+    def watched_write(descriptor: int, content: memoryview) -> int:
+        writes.append((bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT), len(content)))
+        return plain_write(descriptor, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", watched_write)
+        write(tmp_path / "a", [os.urandom(4 * BLOCK + 7)])
+    assert writes == [(True, 2 * BLOCK), (True, 2 * BLOCK), (False, 7)]
 
 
 def test_shorter_file_replaces_a_longer_one(tmp_path: Path) -> None:
