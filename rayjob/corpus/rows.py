@@ -6,7 +6,7 @@ is never opened whole: batches are bounded by bytes, so neither long rows nor la
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -178,8 +178,22 @@ def _batches(parquet: pq.ParquetFile, groups: list[int], column: str) -> Iterato
     n_bytes = sum(group.column(place).total_uncompressed_size for group in metadata)
     n_rows = sum(group.num_rows for group in metadata)
     batch_rows = min(max(BATCH_BYTES * n_rows // max(n_bytes, 1), 1), MAX_BATCH_ROWS)
-    for batch in parquet.iter_batches(batch_rows, row_groups=groups, columns=[column], use_threads=False):
-        yield from _decoded(batch.column(0))
+    batches = parquet.iter_batches(batch_rows, row_groups=groups, columns=[column], use_threads=False)
+    return _joined(values for batch in batches for values in _decoded(batch.column(0)))
+
+
+def _joined(arrays: Iterable[pa.Array]) -> Iterator[pa.Array]:
+    """Joins small arrays to batches: in dictionary codes a batch ends with its row group, which may have few rows."""
+    waiting: list[pa.Array] = []
+    n_bytes = 0
+    for values in arrays:
+        waiting.append(values)
+        n_bytes += values.nbytes
+        if n_bytes >= BATCH_BYTES:
+            yield pa.concat_arrays(waiting)
+            waiting, n_bytes = [], 0
+    if waiting:
+        yield pa.concat_arrays(waiting)
 
 
 def _decoded(values: pa.Array) -> Iterator[pa.Array]:

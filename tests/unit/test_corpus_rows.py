@@ -68,6 +68,13 @@ def test_batches_stay_small_when_a_long_row_is_stored_once_and_repeated(tmp_path
     assert [value for batch in batches for value in batch.to_pylist()] == [row.encode(), None] * 2_000
 
 
+def test_small_row_groups_come_joined(tmp_path: Path) -> None:
+    lines = [f"row {number}" for number in range(5_000)]
+    file = write(tmp_path / "a.parquet", lines, group_rows=10)
+    [batch] = read_column(RowRange(file, 0, 5_000), "text")
+    assert batch.to_pylist() == [line.encode() for line in lines]
+
+
 def test_row_of_fifty_megabytes_is_read(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", ["short", "word " * 10_000_000, "end"])
     assert [len(value or b"") for part in ranges_of(file) for value in read(part)] == [5, 50_000_000, 3]
