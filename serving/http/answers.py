@@ -82,6 +82,14 @@ class StreamEvent(BaseModel):
     logprobs: StepLogprobs | None = None
 
 
+class StreamEnd(BaseModel):
+    """Last event of a streamed answer, and its only one without a token."""
+
+    usage: Usage
+    timings: Timings
+    seed: int
+
+
 class Health(BaseModel):
     """State of a ready service. `update_error` says why the last change of checkpoint was refused."""
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from serving.engine.engine import IndexedDelta, RequestStream
 from serving.engine.loading import ServedModel
-from serving.http.answers import GenerateAnswer, Output
+from serving.http.answers import GenerateAnswer, Output, StreamEnd
 from serving.http.generation import Generation
 from serving.http.service import checkpoint_id
 
@@ -43,8 +43,8 @@ class GenerateFormat:
 
     def closing(self, generation: Generation, stream: RequestStream) -> list[dict[str, Any]]:
         """Returns the event with usage, timings and seed."""
-        usage, timings = generation.usage(), generation.timings(stream)
-        return [{"usage": usage.model_dump(), "timings": timings.model_dump(), "seed": generation.seed}]
+        end = StreamEnd(usage=generation.usage(), timings=generation.timings(stream), seed=generation.seed)
+        return [end.model_dump()]
 
 
 def _output(generation: Generation, index: int) -> Output:

@@ -19,11 +19,17 @@ def json_body(schema: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def stream_answer(event: type[BaseModel], ending: str) -> Responses:
-    """Returns the declaration of an answer that is whole, or with `stream` one `event` per token."""
+def stream_answer(event: type[BaseModel], *others: type[BaseModel], ending: str) -> Responses:
+    """Returns the declaration of an answer that is whole, or with `stream` one `event` per token, then the `others`."""
     about = f"The whole answer; with `stream` one event per token, {ending}."
+    bodies = [_inlined(model) for model in (event, *others, ErrorAnswer)]
+    body = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": bodies}}
     # itemSchema is the word of OpenAPI 3.2 for the events of a stream; older readers pass over it.
-    schema = event.model_json_schema(ref_template="#/components/schemas/{model}")
+    item = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, body]}}}
+    return {200: {"description": about, "content": {"text/event-stream": {"itemSchema": item}}}}
+
+
+def _inlined(model: type[BaseModel]) -> dict[str, Any]:
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
-    content = {"schema": {"type": "string"}, "itemSchema": schema}
-    return {200: {"description": about, "content": {"text/event-stream": content}}}
+    return schema

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from serving.http.answers import GenerateAnswer, Health, StreamEvent
+from serving.http.answers import GenerateAnswer, Health, StreamEnd, StreamEvent
 from serving.http.auth import RequireApiKey
 from serving.http.body import read_json_object
 from serving.http.completion_answers import Completion
@@ -52,7 +52,8 @@ def _add_generating_routes(app: FastAPI, service: Service) -> None:
     @app.post(
         "/generate",
         response_model=GenerateAnswer,
-        responses=errors(*GENERATE_ERRORS) | stream_answer(StreamEvent, "then usage and timings, then [DONE]"),
+        responses=errors(*GENERATE_ERRORS)
+        | stream_answer(StreamEvent, StreamEnd, ending="then usage and timings, then [DONE]"),
         openapi_extra=json_body(generate_schema()),
     )
     async def generate(request: Request) -> Response:
@@ -63,7 +64,7 @@ def _add_generating_routes(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/completions",
         response_model=Completion,
-        responses=errors(*GENERATE_ERRORS, 404) | stream_answer(Completion, "then [DONE]"),
+        responses=errors(*GENERATE_ERRORS, 404) | stream_answer(Completion, ending="then [DONE]"),
         openapi_extra=json_body(completion_schema()),
     )
     async def completions(request: Request) -> Response:

@@ -50,3 +50,19 @@ def test_answers_are_what_the_schema_says(described: Any, mode: GenerationMode) 
         check()
         checked += 1
     assert checked >= 4
+
+
+@pytest.mark.parametrize(
+    ("path", "wished"),
+    [
+        ("/generate", {"text": "One day", "max_new_tokens": 8, "logprobs": 2}),
+        ("/generate", {"text": "One day", "max_new_tokens": 8, "stop": ["e"]}),
+        ("/v1/completions", {"model": "tiny", "prompt": "One day", "max_tokens": 8, "logprobs": 2}),
+        ("/v1/completions", {"model": "tiny", "prompt": "One day", "stream_options": {"include_usage": True}}),
+    ],
+)
+def test_events_of_a_stream_are_what_the_schema_says(described: Any, path: str, wished: dict[str, Any]) -> None:
+    case = described[path]["POST"].Case(body={**wished, "stream": True}, media_type="application/json")
+    response = case.call_and_validate(checks=CHECKS)
+    assert response.status_code == 200, response.text
+    assert response.text.endswith("data: [DONE]\n\n")
