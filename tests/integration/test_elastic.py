@@ -39,18 +39,12 @@ ray.get(get_or_create_autoscaling_coordinator().get_reserved_resources.remote("n
 
 class ElasticJob(Job):
     def start(self, command: str = "train") -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as log:
-            arguments = [sys.executable, "-c", DRIVER, command, *self._arguments]
-            return subprocess.Popen(arguments, cwd=REPOSITORY, stdout=log, stderr=log)
+        return self._start([sys.executable, "-c", DRIVER, command, *self._arguments])
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    return Cluster(monkeypatch)
-
-
-def recount() -> None:
-    subprocess.run([sys.executable, "-c", RECOUNT], cwd=REPOSITORY, check=True, timeout=120)
+def recount(cluster: Cluster) -> None:
+    command = [sys.executable, "-c", RECOUNT]
+    subprocess.run(command, cwd=REPOSITORY, env=cluster.environment, check=True, timeout=120)
 
 
 def steps_with(job: Job, workers: int) -> list[int]:
@@ -66,13 +60,13 @@ def steps_with(job: Job, workers: int) -> list[int]:
     return stretch[::-1]
 
 
-def test_run_of_4_then_2_then_3_then_4_workers_takes_the_steps_of_the_fixed_run(
-    corpus: Path, tmp_path: Path, cluster: Cluster
-) -> None:
-    with cluster:
+def test_run_of_4_then_2_then_3_then_4_workers_takes_the_steps_of_the_fixed_run(corpus: Path, tmp_path: Path) -> None:
+    with Cluster() as cluster:
         cluster.add(n_cpus=2)
         spots = [cluster.add(n_cpus=1), cluster.add(n_cpus=1)]
-        job = ElasticJob(corpus, tmp_path, "elastic", *SETTINGS, "train.num_workers=[1, 4]")
+        job = ElasticJob(
+            corpus, tmp_path, "elastic", *SETTINGS, "train.num_workers=[1, 4]", environment=cluster.environment
+        )
         driver = job.start()
         try:
             wait_until(lambda: len(steps_with(job, 4)) >= 25, driver, job.log)
@@ -84,14 +78,14 @@ def test_run_of_4_then_2_then_3_then_4_workers_takes_the_steps_of_the_fixed_run(
                 changes.append(steps_with(job, n_workers)[0])
                 if n_workers < 4:
                     cluster.add(n_cpus=1)
-                    recount()
+                    recount(cluster)
             driver.send_signal(signal.SIGTERM)
             assert driver.wait(timeout=120) == 3, job.log.read_text()[-3000:]
         finally:
             driver.kill()
             driver.wait()
         n_steps = job.rows()[-1].step
-        fixed = ElasticJob(corpus, tmp_path, "fixed", *SETTINGS, "train.num_workers=4")
+        fixed = ElasticJob(corpus, tmp_path, "fixed", *SETTINGS, "train.num_workers=4", environment=cluster.environment)
         driver = fixed.start()
         try:
             fixed.wait_for_step(n_steps, driver)
