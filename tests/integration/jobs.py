@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rayjob.config import JobConfig
 from rayjob.config_file import load_config
 from rayjob.status import read_status
 from rayjob.training.metrics import MetricsRow, read_metrics
@@ -53,6 +54,10 @@ class Job:
         ]
         self.log = storage / f"{run_name}.log"
 
+    @property
+    def config(self) -> JobConfig:
+        return load_config(None, self._arguments)
+
     def start(self, command: str = "run") -> subprocess.Popen[bytes]:
         return self._start([sys.executable, "-m", "rayjob", command, *self._arguments])
 
@@ -67,7 +72,7 @@ class Job:
         return list(read_metrics(self.run_folder))
 
     def status(self) -> dict[str, Any]:
-        return read_status(load_config(None, self._arguments))
+        return read_status(self.config)
 
     def mlflow_status(self) -> str:
         from mlflow import MlflowClient
