@@ -1,5 +1,6 @@
 """A run that loses workers and gets them back, 4 -> 2 -> 3 -> 4, on nodes that come and go; all of Ray is real."""
 
+import dataclasses
 import re
 import signal
 import subprocess
@@ -75,6 +76,7 @@ def test_run_of_4_then_2_then_3_then_4_workers_takes_the_steps_of_the_fixed_run(
             wait_until(lambda: len(steps_with(job, 4)) >= 25, driver, job.log)
             for node in spots:
                 node.close()
+            recount(cluster)
             changes = []
             for n_workers in (2, 3, 4):
                 wait_until(lambda n=n_workers: len(steps_with(job, n)) >= 25, driver, job.log)  # type: ignore[misc]
@@ -97,12 +99,14 @@ def test_run_of_4_then_2_then_3_then_4_workers_takes_the_steps_of_the_fixed_run(
 
 
 def fixed_run(job: Job, n_steps: int) -> list[StepResult]:
-    """Takes the job's first steps in one process, without Ray and without a change."""
-    (tokens_folder,) = (job.config.storage_folder / "tokens").iterdir()
-    windows = open_windows(tokens_folder, "train", job.config.model.max_seq_len)
-    assert job.config.train.max_steps
+    """Takes the job's first steps in one process and one forward each, without Ray and without a change."""
+    train = dataclasses.replace(job.config.train, micro_batch_size=job.config.train.global_batch_size)
+    config = dataclasses.replace(job.config, train=train)
+    (tokens_folder,) = (config.storage_folder / "tokens").iterdir()
+    windows = open_windows(tokens_folder, "train", config.model.max_seq_len)
+    assert train.max_steps
     with lone_process_group(use_gpu=False) as device:
-        worker = LoneWorker(job.config, windows, device, job.config.train.max_steps, n_workers=1)
+        worker = LoneWorker(config, windows, device, train.max_steps, n_workers=1)
         return [worker.step(index, worker.batch(index)) for index in range(n_steps)]
 
 
