@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -104,7 +105,6 @@ class Engine:
         """
         self.served = served
         self.num_slots = num_slots
-        self._runner = Runner(served.model, num_slots=num_slots, dtype=dtype)
         self._scheduler: Scheduler[EngineSequence] = Scheduler(
             num_slots=num_slots, max_waiting=max_waiting, chunk_tokens=CHUNK_TOKENS
         )
@@ -112,8 +112,10 @@ class Engine:
         self._mean_sequence_s = 1.0
         self._is_closed = False
         self._changed = threading.Condition()  # guards the scheduler; only the engine's thread moves rows
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        made_runner: Future[Runner] = Future()
+        self._thread = threading.Thread(target=self._run, args=(dtype, made_runner), name="engine", daemon=True)
         self._thread.start()
+        self._runner = made_runner.result()
 
     def submit(self, specs: Sequence[SequenceSpec]) -> RequestStream:
         """Puts the sequences of one request in line; call it from the event loop that consumes the stream.
@@ -162,9 +164,15 @@ class Engine:
         """Waits until a closed engine's thread has ended."""
         self._thread.join(timeout_s)
 
-    def _run(self) -> None:
+    def _run(self, dtype: torch.dtype, made_runner: Future[Runner]) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
+        try:
+            # Here and not by the caller, for the reason of `own_thread`.
+            made_runner.set_result(Runner(self.served.model, num_slots=self.num_slots, dtype=dtype))
+        except BaseException as error:
+            made_runner.set_exception(error)
+            return
         try:
             while self._wait_for_work():
                 try:

@@ -17,6 +17,7 @@ from model.checkpoint import (
 from model.complete import CheckpointError
 from model.llama import Llama
 from model.tokenizer import Tokenizer
+from serving.engine.own_thread import in_own_thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,10 @@ def load_served_model(path: Path, *, name: str | None = None) -> ServedModel:
     Raises:
         CheckpointError: The folder is missing, torn, not finite, or its parts are not of one model.
     """
+    return in_own_thread(lambda: _load(path, name))
+
+
+def _load(path: Path, name: str | None) -> ServedModel:
     folder = resolve_checkpoint(path)
     verify_checkpoint(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
