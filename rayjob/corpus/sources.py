@@ -143,7 +143,10 @@ def _why_empty(path: str, form: Form) -> str:
         return f"holds no {form.kind} files"
     if has_magic(path):
         return "matches no file"
-    return f"does not exist (looked for {path if is_remote(path) else os.path.abspath(path)})"
+    place = path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
+    if os.path.exists(place):
+        return "is a pipe or a device, which cannot be read twice: write it to a file first"
+    return f"does not exist (looked for {place})"
 
 
 def _hash_files(files: dict[str, str], cache_path: Path) -> tuple[Source, ...]:
