@@ -145,6 +145,16 @@ def test_parquet_folder_is_searched_for_parquet_only(tmp_path: Path) -> None:
         find_sources(DataConfig(source="parquet", paths=(str(folder / "a.txt"),)), tmp_path)
 
 
+def test_what_was_made_in_a_storage_within_the_corpus_is_none_of_it(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="text", storage__runs__r__samples_txt="made", storage__sources__b_txt="downloaded")
+    (tmp_path / "link").symlink_to(tmp_path / "storage")
+    for storage in (tmp_path / "storage", tmp_path / "link"):
+        found = find_sources(DataConfig(source="text", paths=(str(tmp_path),)), storage)
+        assert [source.name for source in found] == ["a.txt", "link/sources/b.txt", "storage/sources/b.txt"]
+    with pytest.raises(CorpusError, match="runs leads only to what is made in .*storage"):
+        names(tmp_path / "storage", tmp_path / "storage" / "runs")
+
+
 def test_data_set_that_was_not_downloaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="not downloaded yet"):
         find_sources(DataConfig(source="huggingface"), tmp_path)
