@@ -12,6 +12,7 @@ from cluster import ports, processes
 from cluster.settings import LOOPBACK, Settings, process_environment
 
 START_TIMEOUT_S = 180
+NICENESS = 19
 SQLITE = "sqlite:///"
 
 
@@ -63,6 +64,8 @@ def start(settings: Settings, storage: Path) -> None:
             stderr=output,
             start_new_session=True,
         )
+    # It yields to the training: a server that comes back in the middle of a run would slow the steps on few cores.
+    os.setpriority(os.PRIO_PROCESS, server.pid, NICENESS)
     process = processes.look(server.pid)
     facts = {"storage": str(storage), "port": settings.ports["MLFLOW_PORT"]}
     processes.save_record(record_path(settings), [process] if process else [], **facts)

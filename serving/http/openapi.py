@@ -22,7 +22,8 @@ def json_body(schema: dict[str, Any]) -> dict[str, Any]:
 def stream_answer(event: type[BaseModel], *others: type[BaseModel], ending: str) -> Responses:
     """Returns the declaration of an answer that is whole, or with `stream` one `event` per token, then the `others`."""
     about = f"The whole answer; with `stream` one event per token, {ending}."
-    bodies = [_inlined(model) for model in (event, *others, ErrorAnswer)]
+    models: list[type[BaseModel]] = [event, *others, ErrorAnswer]
+    bodies = [_inlined(model) for model in models]
     body = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": bodies}}
     # itemSchema is the word of OpenAPI 3.2 for the events of a stream; older readers pass over it.
     item = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, body]}}}

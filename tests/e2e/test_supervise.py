@@ -91,7 +91,7 @@ def test_outage_of_mlflow_delays_no_step_and_loses_no_metric(machine: Machine, o
 
     rows = list(read_metrics(machine.parts("undisturbed").run_folder))
     assert [row.step for row in rows] == list(range(1, STEPS + 1))
-    step_s = {b.wall_time: b.wall_time - a.wall_time for a, b in itertools.pairwise(rows) if a.val_loss is None}
+    step_s = {b.wall_time: b.wall_time - a.wall_time for a, b in itertools.pairwise(rows) if b.val_loss is None}
     median_s = statistics.median(step_s.values())
     during = sorted(seconds for ended_s, seconds in step_s.items() if outage[0] < ended_s < outage[1])
     # The median, for others on the machine hold up single steps of a few milliseconds at any time, outage or not; one

@@ -1,6 +1,5 @@
 """Tiny training runs that are started through the command line, as a user does, for tests to disturb."""
 
-import json
 import subprocess
 import sys
 import time
@@ -8,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rayjob.config import JobConfig
+from rayjob.config_file import load_config
+from rayjob.status import read_status
 from rayjob.training.metrics import MetricsRow, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -32,9 +34,16 @@ def write_books(folder: Path, n_books: int) -> Path:
 
 
 class Job:
-    """A run and the ways to start it, follow it and ask about it."""
+    """A run and the ways to start it, follow it and ask about it.
 
-    def __init__(self, corpus: Path, storage: Path, run_name: str, *overrides: str) -> None:
+    Args:
+        environment: of its driver; without it the tests' own, and so a local Ray for each start.
+    """
+
+    def __init__(
+        self, corpus: Path, storage: Path, run_name: str, *overrides: str, environment: dict[str, str] | None = None
+    ) -> None:
+        self._environment = environment
         self.run_folder = storage / "runs" / run_name
         self._arguments = [
             f"run_name={run_name}",
@@ -45,11 +54,16 @@ class Job:
         ]
         self.log = storage / f"{run_name}.log"
 
+    @property
+    def config(self) -> JobConfig:
+        return load_config(None, self._arguments)
+
     def start(self, command: str = "run") -> subprocess.Popen[bytes]:
+        return self._start([sys.executable, "-m", "rayjob", command, *self._arguments])
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "rayjob", command, *self._arguments], cwd=REPOSITORY, stdout=log, stderr=log
-            )
+            return subprocess.Popen(command, cwd=REPOSITORY, env=self._environment, stdout=log, stderr=log)
 
     def run(self, command: str = "run") -> int:
         return self.start(command).wait(timeout=480)
@@ -58,14 +72,7 @@ class Job:
         return list(read_metrics(self.run_folder))
 
     def status(self) -> dict[str, Any]:
-        output = subprocess.run(
-            [sys.executable, "-m", "rayjob", "status", "--json", *self._arguments],
-            cwd=REPOSITORY,
-            capture_output=True,
-            check=True,
-        )
-        loaded: dict[str, Any] = json.loads(output.stdout)
-        return loaded
+        return read_status(self.config)
 
     def mlflow_status(self) -> str:
         from mlflow import MlflowClient

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
-import pytest
 
 from tests.integration.jobs import wait_until
 
@@ -22,7 +21,7 @@ PREEMPTION_S = 5.0  # from SIGTERM to SIGKILL
 class Node:
     """A Ray node of its own in the foreground, as a pod runs it; the first is the head."""
 
-    def __init__(self, folder: Path, port: int, *, is_head: bool, n_cpus: int) -> None:
+    def __init__(self, folder: Path, port: int, environment: dict[str, str], *, is_head: bool, n_cpus: int) -> None:
         place = (
             ["--head", f"--port={port}", "--include-dashboard=false"] if is_head else [f"--address=127.0.0.1:{port}"]
         )
@@ -31,7 +30,7 @@ class Node:
         command += [f"--temp-dir={folder}", "--object-store-memory=100000000", "--disable-usage-stats"]
         self.log = folder / f"node-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         wait_until(lambda: b"block forever" in self.log.read_bytes(), self.process, self.log)
 
     def processes(self) -> list[psutil.Process]:
@@ -60,22 +59,32 @@ class Node:
 
 
 class Cluster:
-    """Nodes that are started one after another, in a short temporary folder for Ray's sockets."""
+    """Nodes that are started one after another, in a short temporary folder for Ray's sockets.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    `environment` has what a driver needs to find the cluster.
+    """
+
+    def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.nodes: list[Node] = []
-        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        monkeypatch.setenv("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "4")  # as cluster/ sets it for a pod
-        monkeypatch.setenv("PYTHONPATH", os.getcwd())
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{self.port}")
+        self.environment = {
+            **os.environ,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "4",  # as cluster/ sets it for a pod
+            "PYTHONPATH": os.getcwd(),
+            "TMPDIR": str(self.folder),
+            "RAY_ADDRESS": f"127.0.0.1:{self.port}",
+        }
 
     def add(self, n_cpus: int) -> Node:
-        self.nodes.append(Node(self.folder, self.port, is_head=not self.nodes, n_cpus=n_cpus))
+        self.nodes.append(Node(self.folder, self.port, self.environment, is_head=not self.nodes, n_cpus=n_cpus))
         return self.nodes[-1]
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for node in self.nodes for process in node.processes()]
 
     def __enter__(self) -> "Cluster":
         return self

@@ -13,6 +13,7 @@ import pytest
 from model.checkpoint import list_checkpoints
 from tests import kills
 from tests.integration.jobs import WORDS, Job, assert_tracked
+from tests.integration.nodes import Cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -38,8 +39,10 @@ def local_parts(job: Job, pid: int) -> kills.Parts:
     return kills.Parts(lambda: kills.family(pid), job.run_folder)
 
 
-def test_run_killed_everywhere_at_every_kind_of_moment_ends_as_the_undisturbed_one(corpus: Path, storage: Path) -> None:
-    undisturbed = Job(corpus, storage, "undisturbed", *SETTINGS)
+def test_run_killed_everywhere_at_every_kind_of_moment_ends_as_the_undisturbed_one(
+    corpus: Path, tmp_path: Path, cluster: Cluster
+) -> None:
+    undisturbed = Job(corpus, tmp_path, "undisturbed", *SETTINGS, environment=cluster.environment)
     assert undisturbed.run() == 0, undisturbed.log.read_text()[-3000:]
     n_steps = kills.last_step(undisturbed.run_folder)
     assert n_steps % 3 == 0
@@ -47,7 +50,7 @@ def test_run_killed_everywhere_at_every_kind_of_moment_ends_as_the_undisturbed_o
     assert 40 < epoch < 80, "the moments below lie in the epochs that they are meant for"
     rng = random.Random(20)
 
-    job = Job(corpus, storage, "killed", *SETTINGS)
+    job = Job(corpus, tmp_path, "killed", *SETTINGS)
     driver = job.start()
     parts, folder = local_parts(job, driver.pid), job.run_folder
 
@@ -80,4 +83,4 @@ def test_run_killed_everywhere_at_every_kind_of_moment_ends_as_the_undisturbed_o
     assert job.run() == 0, job.log.read_text()[-3000:]
     assert kills.differences(undisturbed.run_folder, folder) == []
     assert kills.starts(folder) == 7
-    assert_tracked(job, storage)
+    assert_tracked(job, tmp_path)

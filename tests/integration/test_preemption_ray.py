@@ -31,8 +31,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    with Cluster(monkeypatch) as made:
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as made:
         yield made
 
 
@@ -53,7 +53,7 @@ def assert_saved(job: Job, step_before: int) -> int:
 
 def test_only_node_saves_its_last_step_before_it_is_taken_away(corpus: Path, tmp_path: Path, cluster: Cluster) -> None:
     head = cluster.add(n_cpus=2)
-    job = Job(corpus, tmp_path, "alone", *SETTINGS)
+    job = Job(corpus, tmp_path, "alone", *SETTINGS, environment=cluster.environment)
     driver = job.start("train")
     try:
         job.wait_for_step(3, driver)
@@ -70,7 +70,7 @@ def test_one_of_two_nodes_is_taken_away_and_the_run_goes_on_when_there_is_anothe
 ) -> None:
     cluster.add(n_cpus=1)
     spot = cluster.add(n_cpus=1)
-    job = Job(corpus, tmp_path, "two", *SETTINGS)
+    job = Job(corpus, tmp_path, "two", *SETTINGS, environment=cluster.environment)
     driver = job.start("train")
     try:
         job.wait_for_step(3, driver)

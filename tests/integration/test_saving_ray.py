@@ -13,6 +13,7 @@ import pytest
 
 from model.checkpoint import checkpoint_name, list_checkpoints
 from tests.integration.jobs import Job, wait_until
+from tests.integration.nodes import Cluster
 from tests.mounts import fill, frozen, mounted_image
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,8 +34,10 @@ def wait_for_new_checkpoint(job: Job, process: subprocess.Popen[bytes]) -> str:
     return list_checkpoints(job.run_folder)[-1].name
 
 
-def test_full_and_hanging_storage_stops_no_step_and_damage_no_run(corpus: Path, disk: Path, tmp_path: Path) -> None:
-    job = Job(corpus, disk, "outages", *SETTINGS)
+def test_full_and_hanging_storage_stops_no_step_and_damage_no_run(
+    corpus: Path, disk: Path, tmp_path: Path, cluster: Cluster
+) -> None:
+    job = Job(corpus, disk, "outages", *SETTINGS, environment=cluster.environment)
     job.log = tmp_path / "outages.log"  # where there is room for what it tells
     process = job.start()
     wait_for_new_checkpoint(job, process)

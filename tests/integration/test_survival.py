@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from rayjob.corpus.blocks import Manifest, token_stream
 from rayjob.training.schedule import WindowOrder
 from tests import kills
 from tests.integration.jobs import Job, wait_until
+from tests.integration.nodes import Cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,22 +23,12 @@ SETTINGS = ["failure.max_failures=1", "tracking.tensorboard=false"]
 STEP_TIMEOUT = "train.step_timeout_s=10"
 
 
-@pytest.fixture
-def short_tmp() -> Iterator[Path]:
-    """A temporary folder for Ray too, whose sockets' paths may have 107 characters."""
-    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
 def test_worker_told_to_go_and_worker_that_hangs_leave_the_run_as_the_undisturbed_one(
-    corpus: Path, storage: Path
+    undisturbed: Job, corpus: Path, storage: Path, cluster: Cluster
 ) -> None:
-    undisturbed = Job(corpus, storage, "undisturbed", *SETTINGS)
-    assert undisturbed.run() == 0, undisturbed.log.read_text()[-3000:]
-
-    job = Job(corpus, storage, "disturbed", *SETTINGS, STEP_TIMEOUT)
+    job = Job(corpus, storage, "disturbed", *SETTINGS, STEP_TIMEOUT, environment=cluster.environment)
     process = job.start()
-    parts = kills.Parts(lambda: kills.family(process.pid), job.run_folder)
+    parts = kills.Parts(cluster.processes, job.run_folder)
     job.wait_for_step(25, process)
     parts.workers()[1].send_signal(signal.SIGTERM)
     wait_until(lambda: "preemption notice" in job.log.read_text(), process, job.log)
@@ -67,15 +56,16 @@ def test_worker_told_to_go_and_worker_that_hangs_leave_the_run_as_the_undisturbe
 
 
 def test_exception_that_comes_twice_at_a_step_ends_the_run_with_the_reason(
-    corpus: Path, storage: Path, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, cluster: Cluster
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(short_tmp))  # the node's flat copy of the tokens is damaged below
-    job = Job(corpus, storage, "broken", *SETTINGS, "failure.max_failures=10")
+    # Another share held out makes other tokens: the copy that is damaged below is no other run's.
+    settings = [*SETTINGS, "failure.max_failures=10", "data.val_fraction=0.2"]
+    job = Job(corpus, tmp_path, "broken", *settings, environment=cluster.environment)
     assert job.run("prepare") == 0, job.log.read_text()[-3000:]
-    (tokens_folder,) = (storage / "tokens").iterdir()
+    (tokens_folder,) = (tmp_path / "tokens").iterdir()
     manifest = json.loads((tokens_folder / "manifest.json").read_text())
     n_windows = (manifest["train"]["tokens"] - 1) // 32
-    plant_bad_token(tokens_folder, short_tmp, WindowOrder(n_windows, 16, seed=7).window_ids(10)[3])
+    plant_bad_token(tokens_folder, cluster.folder, WindowOrder(n_windows, 16, seed=7).window_ids(10)[3])
     assert job.run() == 1
     reason = r"IndexError: .*\(rank \d, after step 10\), for the second time at this step"
     assert re.search(reason, job.log.read_text())

@@ -15,15 +15,9 @@ from model.tokenizer import Tokenizer
 from rayjob.training.feed import open_windows
 from tests import kills
 from tests.integration.jobs import Job, assert_tracked
+from tests.integration.nodes import Cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(corpus: Path, storage: Path) -> Job:
-    job = Job(corpus, storage, "undisturbed")
-    assert job.run() == 0, job.log.read_text()[-3000:]
-    return job
 
 
 def test_run_leaves_what_the_design_promises(undisturbed: Job) -> None:
@@ -91,8 +85,10 @@ def test_trained_checkpoint_is_the_same_model_in_transformers(undisturbed: Job, 
     assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == Tokenizer.load(folder).encode_prompt(text)
 
 
-def test_sigterm_saves_and_exits_3_and_the_same_command_goes_on(undisturbed: Job, corpus: Path, storage: Path) -> None:
-    job = Job(corpus, storage, "stopped")
+def test_sigterm_saves_and_exits_3_and_the_same_command_goes_on(
+    undisturbed: Job, corpus: Path, storage: Path, cluster: Cluster
+) -> None:
+    job = Job(corpus, storage, "stopped", environment=cluster.environment)
     process = job.start()
     job.wait_for_step(30, process)
     process.send_signal(signal.SIGTERM)
@@ -108,10 +104,10 @@ def test_sigterm_saves_and_exits_3_and_the_same_command_goes_on(undisturbed: Job
 
 
 def test_of_two_drivers_at_once_one_is_refused_and_one_that_lost_its_lease_writes_no_more(
-    corpus: Path, storage: Path
+    corpus: Path, storage: Path, cluster: Cluster
 ) -> None:
     """The takeover is what another driver does on storage without locks, once it takes this one for dead."""
-    job = Job(corpus, storage, "twice", "train.max_steps=100000")
+    job = Job(corpus, storage, "twice", "train.max_steps=100000", environment=cluster.environment)
     drivers, begun_at_s = [job.start(), job.start()], time.monotonic()
     try:
         while all(driver.poll() is None for driver in drivers):
@@ -136,9 +132,10 @@ def test_of_two_drivers_at_once_one_is_refused_and_one_that_lost_its_lease_write
 
 
 def test_loss_that_is_not_finite_ends_the_run_with_the_reason_and_a_sound_checkpoint(
-    corpus: Path, storage: Path
+    corpus: Path, storage: Path, cluster: Cluster
 ) -> None:
-    job = Job(corpus, storage, "exploded", "optimizer.lr=1e30", "optimizer.min_lr=1e30", "checkpoint.interval_steps=1")
+    settings = ["optimizer.lr=1e30", "optimizer.min_lr=1e30", "checkpoint.interval_steps=1"]
+    job = Job(corpus, storage, "exploded", *settings, environment=cluster.environment)
     assert job.run() == 1
     assert job.status()["restarts"] == 0, "a retry would repeat it"
     assert job.status()["stage"] == "failed"

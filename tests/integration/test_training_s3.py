@@ -16,6 +16,7 @@ from rayjob.store.address import mirror_of
 from rayjob.training.metrics import read_metrics
 from tests import kills
 from tests.integration.jobs import REPOSITORY, write_books
+from tests.integration.nodes import Cluster
 from tests.ray_tasks import await_true
 from tests.s3_server import S3Server, running_server
 
@@ -89,8 +90,9 @@ def test_run_killed_in_an_upload_goes_on_from_the_newest_complete_checkpoint_on_
     start: Callable[..., subprocess.Popen[bytes]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    cluster: Cluster,
 ) -> None:
-    local = start("local", str(tmp_path / "local"), {})
+    local = start("local", str(tmp_path / "local"), cluster.environment)
     assert local.wait(LIMIT_S) == 0, (tmp_path / "local.log").read_text()[-3000:]
 
     reached, killed = threading.Event(), threading.Event()
