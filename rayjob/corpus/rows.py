@@ -136,7 +136,8 @@ def _column_problem(schema: pa.Schema, key: str, column: str) -> str | None:
         return f"there are several columns {column!r} (data.{key}); rename all but one."
     kind = schema.field(column).type
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if _is_text(value) or (key == "doc_column" and pa.types.is_integer(value)):
+    # A file that holds nothing but nulls, or no row, often has no better type.
+    if _is_text(value) or pa.types.is_null(value) or (key == "doc_column" and pa.types.is_integer(value)):
         return None
     return f"column {column!r} (data.{key}) is of type {kind}, expected text."
 
