@@ -37,6 +37,13 @@ class Hub:
     ranges: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
     url: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take_cut(self) -> int | None:
+        """`cut_after` for one answer: the client asks for several files at the same time."""
+        with self.lock:
+            cut, self.cut_after = self.cut_after, None
+        return cut
 
     def find(self, repo: str, revision: str) -> dict[str, bytes] | None:
         """Files of a revision; every revision of a repository has the same commit here."""
@@ -136,10 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if with_body:
-            cut = self.hub.cut_after if "Content-Range" in headers or "ETag" in headers else None
+            cut = self.hub.take_cut() if "Content-Range" in headers or "ETag" in headers else None
             self.wfile.write(body[:cut])
             if cut is not None:
-                self.hub.cut_after = None
                 self.close_connection = True
 
 

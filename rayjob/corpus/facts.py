@@ -163,8 +163,11 @@ def _repeats_csv(catalog: RowCatalog) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["file", "first_row", "last_row", "removed_rows", "original_file", "original_row"])
+    counted = 0
     for first, end, original in catalog.repeats:
-        removed = int(np.count_nonzero(catalog.states[first:end] == DUPLICATE))
+        # A copied document may reach into a repeated passage: a row counts for the first that names it.
+        removed = int(np.count_nonzero(catalog.states[max(first, counted) : end] == DUPLICATE))
+        counted = max(counted, end)
         (file, row), (_, last) = catalog.place(first), catalog.place(end - 1)
         writer.writerow([file, row, last, removed, *catalog.place(original)])
     return text.getvalue().encode()

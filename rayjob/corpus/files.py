@@ -48,28 +48,34 @@ def expand(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
     path = os.path.abspath(os.path.expanduser(path))
     if os.path.isdir(path):
         return FoundFiles(path, [file for file in _files_below(path) if file.lower().endswith(suffixes)])
-    if os.path.exists(path):
+    if os.path.isfile(path):
         return FoundFiles(os.path.dirname(path), [path])
-    matches = [file for file in glob.glob(path, recursive=True) if os.path.isfile(file)]
+    matches = [file for file in glob.glob(path, recursive=True) if _is_file(file)]
     return FoundFiles(_fixed_folder(path), matches)
 
 
-def _files_below(folder: str) -> Iterator[str]:
-    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
-        real = os.path.join(os.path.realpath(parent), "")
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".") and not real.startswith(os.path.realpath(os.path.join(parent, name)) + os.sep)
-        ]
-        files = (os.path.join(parent, name) for name in names if not name.startswith("."))
-        # A link to nowhere is a file that is missing: reading it says so.
-        yield from (file for file in files if os.path.isfile(file) or not os.path.exists(file))
+def _files_below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """The files of a folder, not entering one that holds any of `above`, the real paths of the folders around it.
+
+    A folder that cannot be listed is an error: the corpus would lack its files.
+    """
+    around = (*above, os.path.realpath(folder))
+    with os.scandir(folder) as entries:
+        paths = [entry.path for entry in entries if not entry.name.startswith(".")]
+    for path in paths:
+        if not os.path.isdir(path):
+            yield from [path] if _is_file(path) else []
+        elif not any(_holds(os.path.realpath(path), outer) for outer in around):
+            yield from _files_below(path, around)
 
 
-def _raise(error: OSError) -> None:
-    """os.walk would pass over a folder that it cannot list, and the corpus would lack its files."""
-    raise error
+def _is_file(path: str) -> bool:
+    """Whether a path is a file, or a link to nowhere: a file that is missing, and reading it says so."""
+    return os.path.isfile(path) or (os.path.islink(path) and not os.path.exists(path))
+
+
+def _holds(folder: str, other: str) -> bool:
+    return os.path.join(other, "").startswith(os.path.join(folder, ""))
 
 
 def open_input(path: str) -> pa.NativeFile:
@@ -119,13 +125,13 @@ def _s3_info(path: str) -> pa.fs.FileInfo:
 
 def _expand_s3(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
     path = path.rstrip("/")
-    if has_magic(path):
-        folder = _fixed_folder(path)
-        return FoundFiles(folder, [file for file in _list_s3(folder) if _matches(file.split("/"), path.split("/"))])
-    kind = _s3_info(path).type
+    kind = _s3_info(path).type  # before the glob: a name may hold its characters, as on a disk
     if kind == pa.fs.FileType.Directory:
         return FoundFiles(path, [file for file in _list_s3(path) if file.lower().endswith(suffixes)])
-    return FoundFiles(os.path.dirname(path), [path] if kind == pa.fs.FileType.File else [])
+    if kind == pa.fs.FileType.File or not has_magic(path):
+        return FoundFiles(os.path.dirname(path), [path] if kind == pa.fs.FileType.File else [])
+    folder = _fixed_folder(path)
+    return FoundFiles(folder, [file for file in _list_s3(folder) if _matches(file.split("/"), path.split("/"))])
 
 
 def _list_s3(folder: str) -> Sequence[str]:

@@ -30,8 +30,10 @@ import pyarrow.parquet as pq
 from rayjob.atomic import temporary_path, write_atomically
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.files import sha256_of
+from rayjob.store.address import address_of, uri_of
 from rayjob.store.fetch import fetch_file
 from rayjob.store.publish import publish_files
+from rayjob.store.s3 import stored_below
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +86,15 @@ def downloaded(revision: str | None, storage: Path) -> Path:
     """The folder of the complete download for `data.revision`.
 
     Raises:
-        CorpusError: there is none yet.
+        CorpusError: there is none yet, or files of it are gone.
     """
     pin = read_pin(revision, storage)
     if pin is None or not pin.is_complete:
         raise CorpusError(["BookCorpus is not downloaded yet: `prepare` does it."])
-    return _root(storage) / pin.commit
+    folder = _root(storage) / pin.commit
+    if missing := _missing(pin, folder):
+        raise CorpusError([f"{address_of(folder)} lacks {', '.join(missing)}: `prepare` fetches them again."])
+    return folder
 
 
 def read_pin(revision: str | None, storage: Path) -> Pin | None:
@@ -110,9 +115,15 @@ def fetch(revision: str | None, storage: Path) -> None:
     """
     pin = read_pin(revision, storage)
     if pin is not None and pin.is_complete:
-        return
+        folder = _root(storage) / pin.commit
+        missing = _missing(pin, folder)
+        if not missing:
+            return
+        logger.warning("%s lacks %s: fetching again", folder, ", ".join(missing))
+        for name in missing:  # the client would take what it once wrote for whole
+            (folder / name).unlink(missing_ok=True)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise CorpusError([f"HF_HUB_OFFLINE is set and BookCorpus is not in {_root(storage)} yet. {_WAYS}"])
+        raise CorpusError([f"HF_HUB_OFFLINE is set and BookCorpus is not whole in {_root(storage)} yet. {_WAYS}"])
     pin = pin or _choose(revision)
     _write_pin(pin, revision, storage)
     folder = _root(storage) / pin.commit
@@ -123,6 +134,20 @@ def fetch(revision: str | None, storage: Path) -> None:
     publish_files(sorted(folder.rglob("*.parquet")))
     _write_pin(Pin(**{**asdict(pin), "is_complete": True}), revision, storage)
     logger.info("BookCorpus is complete in %s: %d files", folder, len(pin.files))
+
+
+def _missing(pin: Pin, folder: Path) -> list[str]:
+    """Files of a complete download that are gone or of another size: a storage may have been copied in part."""
+    if uri_of(folder):
+        sizes = {path: stored.bytes for path, stored in stored_below(folder).items()}
+    else:
+        sizes = {path: path.stat().st_size for path in folder.rglob("*.parquet")}
+    wanted = {}
+    for name, (n_bytes, _) in pin.files.items():
+        is_text = name.endswith(".txt")  # then the rows made of it count, whose size nobody announced
+        wanted[str(Path(name).with_suffix(".parquet"))] = None if is_text else n_bytes
+    found = {name: sizes.get(folder / name) for name in wanted}
+    return [name for name, size in found.items() if size is None or wanted[name] not in (None, size)]
 
 
 def _choose(revision: str | None) -> Pin:

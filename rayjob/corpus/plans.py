@@ -1,6 +1,7 @@
 """From sources to units of work: whole documents are catalogued by the driver, rows by Ray tasks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from model.normalizer import Normalizer
 from rayjob.config import DataConfig
 from rayjob.corpus import demo, huggingface
 from rayjob.corpus.catalog import Catalog, CatalogSettings, build_catalog
+from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.facts import CorpusFacts, document_facts, row_facts
 from rayjob.corpus.row_catalog import build_row_catalog
 from rayjob.corpus.row_units import plan_row_units
@@ -15,6 +17,7 @@ from rayjob.corpus.rows import inspect_files, plan_ranges
 from rayjob.corpus.scan import ScanSettings, ensure_scanned
 from rayjob.corpus.sources import ROW_SOURCES, Source, find_sources
 from rayjob.corpus.units import AnyUnit, plan_units
+from rayjob.store.publish import withdraw_folder
 
 
 class Plan(NamedTuple):
@@ -43,6 +46,40 @@ def obtain_sources(data: DataConfig, storage: Path) -> tuple[Source, ...]:
     if data.source == "huggingface":
         huggingface.fetch(data.revision, storage)
     return find_sources(data, storage)
+
+
+@contextmanager
+def unchanged_sources(
+    data: DataConfig, storage: Path, sources: Sequence[Source], made: Sequence[Path]
+) -> Iterator[None]:
+    """Sees to it that the block has read the files that were hashed.
+
+    Rows are read by place, so what stood meanwhile in a file that was exchanged would pass for the text that was
+    hashed as soon as that is back: then `made`, the folders that the block fills, are removed.
+
+    Raises:
+        CorpusError: a file has changed or is gone.
+    """
+    try:
+        yield
+    except Exception:
+        with suppress(CorpusError):
+            _remove_if_changed(data, storage, sources, made)
+        raise
+    _remove_if_changed(data, storage, sources, made)
+
+
+def _remove_if_changed(data: DataConfig, storage: Path, sources: Sequence[Source], made: Sequence[Path]) -> None:
+    now = {source.name: source for source in find_sources(data, storage)}
+    problems = [
+        f"{source.path} changed while it was being prepared: run the same command again."
+        for source in sources
+        if now.get(source.name) != source
+    ]
+    if problems:
+        for folder in made:
+            withdraw_folder(folder)
+        raise CorpusError(problems)
 
 
 def origin(data: DataConfig, storage: Path) -> dict[str, str]:

@@ -42,7 +42,7 @@ from rayjob.corpus.identity import (
     tokens_inputs,
 )
 from rayjob.corpus.manifest import build_manifest, with_windows
-from rayjob.corpus.plans import Plan, catalog_of, has_rows, make_plan, obtain_sources, origin
+from rayjob.corpus.plans import Plan, catalog_of, has_rows, make_plan, obtain_sources, origin, unchanged_sources
 from rayjob.corpus.rows import inspect_files
 from rayjob.corpus.sizes import short_problems, size_bytes, size_problems, window_problems
 from rayjob.corpus.sources import Source, find_sources
@@ -173,21 +173,26 @@ def _prepare_locked(
 ) -> PreparedCorpus:
     sources = obtain_sources(data, storage)
     inputs = tokenizer_inputs(data, tokenizer, sources)
-    plan = make_plan(data, sources, storage / "cache", is_cancelled)
-    for warning in plan.facts.warnings:
-        logger.warning("%s", warning)
-    if problems := size_problems(plan.units, max_seq_len):
-        raise CorpusError(problems)
-    _stop_if(is_cancelled, "before training the tokenizer")
-    tokenizer_folder = ensure_tokenizer(data, tokenizer, storage, inputs, plan.of("train"), is_cancelled)
-    _stop_if(is_cancelled, "before tokenizing")
-    inputs = tokens_inputs(inputs, load_tokenizer(tokenizer_folder))
-    tokens_folder = storage / "tokens" / digest(inputs)
-    for reason in explain_rebuild(storage, inputs):
-        logger.info("%s", reason)
-    folders = Folders(str(tokens_folder), str(tokenizer_folder), str(storage / "cache" / "words"))
-    blocks = _ensure_blocks(plan, folders, is_cancelled)
-    _check_unchanged(data, storage, sources)
+    tokenizer_folder = storage / "tokenizers" / digest(inputs)
+    made = [storage / "cache"]
+    if not fetch_folder(tokenizer_folder, CONFIG_FILE):
+        made.append(tokenizer_folder)
+    with unchanged_sources(data, storage, sources, made):
+        plan = make_plan(data, sources, storage / "cache", is_cancelled)
+        for warning in plan.facts.warnings:
+            logger.warning("%s", warning)
+        if problems := size_problems(plan.units, max_seq_len):
+            raise CorpusError(problems)
+        _stop_if(is_cancelled, "before training the tokenizer")
+        ensure_tokenizer(data, tokenizer, storage, inputs, plan.of("train"), is_cancelled)
+        _stop_if(is_cancelled, "before tokenizing")
+        inputs = tokens_inputs(inputs, load_tokenizer(tokenizer_folder))
+        tokens_folder = storage / "tokens" / digest(inputs)
+        for reason in explain_rebuild(storage, inputs):
+            logger.info("%s", reason)
+        made.append(tokens_folder)
+        folders = Folders(str(tokens_folder), str(tokenizer_folder), str(storage / "cache" / "words"))
+        blocks = _ensure_blocks(plan, folders, is_cancelled)
     manifest = build_manifest(inputs, origin(data, storage), plan.facts, blocks, max_seq_len)
     if plan.facts.repeats is not None:
         write_atomically(tokens_folder / REPEATS_FILE, plan.facts.repeats)
@@ -260,17 +265,6 @@ def _finish(prepared: PreparedCorpus) -> PreparedCorpus:
 def _publish(prepared: PreparedCorpus) -> None:
     publish_missing(prepared.tokenizer_folder, CONFIG_FILE)
     publish_missing(prepared.tokens_folder, MANIFEST_FILE)
-
-
-def _check_unchanged(data: DataConfig, storage: Path, sources: tuple[Source, ...]) -> None:
-    now = {source.name: source for source in find_sources(data, storage)}
-    problems = [
-        f"{source.path} changed while it was being prepared: run the same command again."
-        for source in sources
-        if now.get(source.name) != source
-    ]
-    if problems:
-        raise CorpusError(problems)
 
 
 def _stop_if(is_cancelled: Callable[[], bool], when: str) -> None:

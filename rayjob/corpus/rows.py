@@ -136,14 +136,15 @@ def _column_problem(schema: pa.Schema, key: str, column: str) -> str | None:
         return f"there are several columns {column!r} (data.{key}); rename all but one."
     kind = schema.field(column).type
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if _is_text(value) or (key == "doc_column" and pa.types.is_integer(value)):
+    # A file that holds nothing but nulls, or no row, often has no better type.
+    if _is_text(value) or pa.types.is_null(value) or (key == "doc_column" and pa.types.is_integer(value)):
         return None
     return f"column {column!r} (data.{key}) is of type {kind}, expected text."
 
 
 def _is_text(kind: pa.DataType) -> bool:
     types = pa.types
-    kinds = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
+    kinds = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
     return any(is_kind(kind) for is_kind in kinds)
 
 
@@ -179,7 +180,7 @@ def _batches(parquet: pq.ParquetFile, groups: list[int], column: str) -> Iterato
     n_rows = sum(group.num_rows for group in metadata)
     batch_rows = min(max(BATCH_BYTES * n_rows // max(n_bytes, 1), 1), MAX_BATCH_ROWS)
     batches = parquet.iter_batches(batch_rows, row_groups=groups, columns=[column], use_threads=False)
-    return _joined(values for batch in batches for values in _decoded(batch.column(0)))
+    return _joined(values for batch in batches for values in _decoded(batch.column(column)))
 
 
 def _joined(arrays: Iterable[pa.Array]) -> Iterator[pa.Array]:

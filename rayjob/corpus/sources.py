@@ -48,6 +48,8 @@ PARQUET = Form(
     "Accepted with data.source=parquet: folders (searched for *.parquet), files and globs, also under s3://; "
     "data.text_column names the column, a row is a line of text.",
 )
+MADE_FOLDERS = ("cache", "mlflow", "runs", "tokenizers", "tokens")
+"""Of a storage: what is made from a corpus is none of it, where the storage lies in the corpus's folder."""
 ROW_SOURCES = ("parquet", "huggingface")
 
 
@@ -92,24 +94,27 @@ def find_sources(data: DataConfig, storage: Path) -> tuple[Source, ...]:
         folder = demo.folder(storage)
         return tuple(Source(text.name, address_of(folder / text.name), text.bytes, text.sha256) for text in demo.TEXTS)
     if data.source == "huggingface":
-        files = _name_files([address_of(huggingface.downloaded(data.revision, storage))], PARQUET)
+        files = _name_files([address_of(huggingface.downloaded(data.revision, storage))], PARQUET, storage)
     else:
-        files = _name_files(data.paths, {"text": TEXT, "parquet": PARQUET}[data.source])
+        files = _name_files(data.paths, {"text": TEXT, "parquet": PARQUET}[data.source], storage)
     return _hash_files(files, storage / "sources" / "hashes.json")
 
 
-def _name_files(paths: Sequence[str], form: Form) -> dict[str, str]:
+def _name_files(paths: Sequence[str], form: Form, storage: Path) -> dict[str, str]:
     """Where each file lies by its name in the corpus, in the order of names."""
+    made = tuple(os.path.join(address_of(Path(os.path.realpath(storage)) / name), "") for name in MADE_FOLDERS)
     found = []
     problems = []
     for path in paths:
         try:
-            found.append(expand(path, form.suffixes))
+            folder, files = expand(path, form.suffixes)
         except OSError as error:
             problems.append(f"data.paths: {path} cannot be listed ({error}).")
         else:
+            found.append(FoundFiles(folder, [file for file in files if not _real(file).startswith(made)]))
             if not found[-1].files:
-                problems.append(f"data.paths: {path} {_why_empty(path, form)}. {form.words}")
+                why = f"leads only to what is made in {storage}" if files else _why_empty(path, form)
+                problems.append(f"data.paths: {path} {why}. {form.words}")
     if problems or not found:
         raise CorpusError(problems or [f"data.paths is empty. {form.words}"])
     files = [file for entry in found for file in entry.files]
@@ -120,6 +125,10 @@ def _name_files(paths: Sequence[str], form: Form) -> dict[str, str]:
     if problems:
         raise CorpusError(problems)
     return dict(sorted((_name(file, _root(found)), file) for file in files))
+
+
+def _real(file: str) -> str:
+    return file if is_remote(file) else os.path.realpath(file)
 
 
 def _root(found: Sequence[FoundFiles]) -> str:
@@ -143,7 +152,10 @@ def _why_empty(path: str, form: Form) -> str:
         return f"holds no {form.kind} files"
     if has_magic(path):
         return "matches no file"
-    return f"does not exist (looked for {path if is_remote(path) else os.path.abspath(path)})"
+    place = path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
+    if os.path.exists(place):
+        return "is a pipe or a device, which cannot be read twice: write it to a file first"
+    return f"does not exist (looked for {place})"
 
 
 def _hash_files(files: dict[str, str], cache_path: Path) -> tuple[Source, ...]:

@@ -7,6 +7,7 @@ a time as CPUs: more would only start more processes and fill more memory. Resul
 """
 
 import errno
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,6 @@ from typing import Any
 
 import ray
 import ray.data
-from ray.exceptions import RayTaskError
 
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
 
@@ -35,7 +35,7 @@ def run_tasks(
     is_cancelled: Callable[[], bool],
     max_tasks: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields function({"item": item}) of each item as it comes.
+    """Yields function({"item": item}), a JSON object, of each item as it comes.
 
     Args:
         items: must not be empty.
@@ -49,23 +49,45 @@ def run_tasks(
         raise RuntimeError("prepare needs Ray: call ray.init() first.")
     size = max_tasks or max(1, int(ray.cluster_resources().get("CPU", 1)))  # type: ignore[no-untyped-call]
     n_tasks = min(len(items), max(LEAST_ROUNDS * size, -(-len(items) // ITEMS_PER_TASK)))
-    try:
-        with _quiet_ray_data():
-            results = (
-                ray.data.from_items([{"item": item} for item in items], override_num_blocks=n_tasks)
-                .map(function, num_cpus=CPUS_PER_TASK, compute=ray.data.TaskPoolStrategy(size=min(size, n_tasks)))
-                .iter_rows()
+    with _quiet_ray_data():
+        outcomes = (
+            ray.data.from_items([{"item": item} for item in items], override_num_blocks=n_tasks)
+            .map(
+                _tell_problems(function),
+                num_cpus=CPUS_PER_TASK,
+                compute=ray.data.TaskPoolStrategy(size=min(size, n_tasks)),
             )
-            for result in results:
-                yield result
-                if is_cancelled():
-                    raise PrepareCancelled("Stopped in mid-work; what is finished stays, run the same command again.")
-    except RayTaskError as error:
-        if isinstance(error.cause, CorpusError):
-            raise CorpusError(error.cause.problems) from None
-        if isinstance(error.cause, OSError):
-            raise storage_error(error.cause) from None
-        raise
+            .iter_rows()
+        )
+        for outcome in outcomes:
+            result, problems = json.loads(outcome["outcome"])
+            if problems:
+                raise CorpusError(problems)
+            yield result
+            if is_cancelled():
+                raise PrepareCancelled("Stopped in mid-work; what is finished stays, run the same command again.")
+
+
+def _tell_problems(function: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[dict[str, Any]], dict[str, str]]:
+    """A function with the result of `function` or what a person has to do about its failure, as JSON.
+
+    Problems travel as results: raised, Ray Data would print pages of traces, and it changes errors, of an OSError
+    even the name of the file.
+    """
+
+    def call(item: dict[str, Any]) -> dict[str, str]:
+        result: dict[str, Any] = {}
+        problems: list[str] = []
+        try:
+            result = function(item)
+        except CorpusError as error:
+            problems = error.problems
+        except OSError as error:
+            problems = storage_error(error).problems
+        return {"outcome": json.dumps([result, problems])}
+
+    call.__name__ = getattr(function, "func", function).__name__  # names the tasks, where Ray lists them
+    return call
 
 
 def storage_error(error: OSError) -> CorpusError:

@@ -119,10 +119,17 @@ class _Vocabulary:
 
 
 def _probe(words: Words, vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
-    order = words.order[:PROBE_WORDS]
-    text = "".join(words.words[number] for number in order)
-    if tokenizer.encode(text) != vocabulary.tokens(order).tolist():
-        raise RuntimeError("the tokenizer has pieces that reach across words: it was not trained by this program.")
+    """Row by row, as the end of a document and the beginning of the next are no neighbours."""
+    first = 0
+    for row in words.rows:
+        end = min(first + row.n_words, PROBE_WORDS)
+        order = words.order[first:end]
+        text = "".join(words.words[number] for number in order)
+        if tokenizer.encode(text) != vocabulary.tokens(order).tolist():
+            raise RuntimeError("the tokenizer has pieces that reach across words: it was not trained by this program.")
+        if end == PROBE_WORDS:
+            return
+        first = end
 
 
 def _write_unit(item: dict[str, Any], folders: Folders) -> dict[str, Any]:

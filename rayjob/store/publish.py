@@ -3,12 +3,13 @@
 What is finished is published by the process that finished it, on whichever node that is.
 """
 
+import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rayjob.store.address import is_of_a_run, uri_of
-from rayjob.store.s3 import stored_below, upload
+from rayjob.store.s3 import delete_folder, stored_below, upload
 
 _THREADS = 8
 
@@ -55,3 +56,10 @@ def publish_missing(folder: Path, last: str = "") -> None:
     missing = {path for path in files if path not in stored or stored[path].bytes != path.stat().st_size}
     publish_files(missing - {folder / last})
     publish_files(missing & {folder / last})
+
+
+def withdraw_folder(folder: Path) -> None:
+    """Removes a folder, here and at the address that it mirrors; nothing if it is not there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if uri := uri_of(folder):
+        delete_folder(uri)

@@ -61,6 +61,9 @@ def test_folders_files_and_globs_are_found_as_on_a_disk(tmp_path: Path, bucket: 
     assert names(tmp_path, "text", "s3://books/*/*.txt") == ["a/one.txt", "b/three.txt"]
     assert names(tmp_path, "text", "s3://books/**/t*.txt") == ["a/deep/two.txt", "b/three.txt"]
     assert names(tmp_path, "parquet", "s3://books") == ["b/x.parquet"]
+    bucket.put("books/v[1]/four.txt", b"text")
+    assert names(tmp_path, "text", "s3://books/v[1]") == ["four.txt"]
+    assert names(tmp_path, "text", "s3://books/v[1]/four.txt") == ["four.txt"]
 
 
 def test_what_is_not_there_is_named(tmp_path: Path, bucket: S3Server) -> None:

@@ -175,6 +175,21 @@ def test_file_of_another_size_or_content_is_named_and_fetched_again(tmp_path: Pa
     assert contents(tmp_path) == FILES
 
 
+@pytest.mark.parametrize("left", [None, FILES["plain_text/train/0001.parquet"][:-1]])
+def test_complete_download_that_lost_a_file_is_no_corpus_and_gets_it_back(
+    tmp_path: Path, hub: Hub, left: bytes | None
+) -> None:
+    fetch(None, tmp_path)
+    lost = downloaded(None, tmp_path) / "plain_text/train/0001.parquet"
+    lost.unlink()
+    if left is not None:
+        lost.write_bytes(left)
+    with pytest.raises(CorpusError, match=r"lacks plain_text/train/0001\.parquet: `prepare` fetches"):
+        contents(tmp_path)
+    fetch(None, tmp_path)
+    assert contents(tmp_path) == FILES
+
+
 def test_token_is_sent_and_offline_asks_nobody(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CorpusError, match="HF_HUB_OFFLINE is set"):

@@ -1,16 +1,19 @@
 """`check`, `find_prepared` and `prepare` as far as they need no Ray."""
 
+import hashlib
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from model.tokenizer import Tokenizer
 from rayjob.config import DataConfig, TokenizerConfig
-from rayjob.corpus import demo
+from rayjob.corpus import demo, rows, tokenize
 from rayjob.corpus.blocks import Manifest, SplitTotals
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
 from rayjob.corpus.identity import digest, tokenizer_inputs, tokens_inputs
@@ -161,3 +164,42 @@ def test_prepare_raises_what_check_tells(tmp_path: Path, books: Path) -> None:
 def test_prepare_without_ray_says_so(tmp_path: Path, books: Path) -> None:
     with pytest.raises(RuntimeError, match="call ray.init"):
         prepare(config(books), VOCAB, tmp_path / "s", 64)
+
+
+def _run_here(function: Callable[[dict[str, Any]], dict[str, Any]], items: Sequence[str], **_: Any) -> Iterator[Any]:
+    """In the place of `run_tasks`, without Ray."""
+    return (function({"item": item}) for item in items)
+
+
+def _digests(storage: Path) -> dict[str, str]:
+    files = (path for kind in ("tokenizers", "tokens") for path in (storage / kind).rglob("*") if path.is_file())
+    return {str(path.relative_to(storage)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("stage", ["scan", "words", "tokenize"])
+def test_rows_of_a_file_that_was_exchanged_meanwhile_are_not_taken_for_its_own_when_it_is_back(
+    tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(seed: int) -> None:
+        text = [book(1_000 * seed + row, n_words=6) for row in range(2_000)]
+        pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+
+    def meddle(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        write(2)
+        return _run_here(*args, **kwargs)
+
+    for name in ("scan", "words", "tokenize"):
+        monkeypatch.setattr(f"rayjob.corpus.{name}.run_tasks", _run_here)
+    data = DataConfig(source="parquet", paths=(str(tmp_path / "a.parquet"),), val_fraction=0.1)
+    settings = data, VOCAB
+    write(1)
+    prepare(*settings, tmp_path / "undisturbed", 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"rayjob.corpus.{stage}.run_tasks", meddle)
+        with pytest.raises(CorpusError, match=r"a\.parquet changed while it was being prepared"):
+            prepare(*settings, tmp_path / "s", 64)
+    write(1)
+    for cached in (rows._open, tokenize._load_tokenizer):
+        cached.cache_clear()  # as in the processes of the next command
+    prepare(*settings, tmp_path / "s", 64)
+    assert _digests(tmp_path / "s") == _digests(tmp_path / "undisturbed")

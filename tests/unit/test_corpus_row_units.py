@@ -166,6 +166,17 @@ def test_document_equal_to_an_earlier_one_goes_however_short(tmp_path: Path) -> 
     assert b"a.parquet,305,309,5,a.parquet,0" in facts.repeats
 
 
+def test_row_of_a_copied_document_and_of_a_repeated_passage_is_counted_once(tmp_path: Path) -> None:
+    short, passage, long = sentences(1, 5), sentences(2, 6), sentences(3, 400)
+    parts = {"a": short, "b": [*long[:200], *short[3:], *passage], "c": short, "d": [*passage, *long[200:]]}
+    text = list(itertools.chain.from_iterable(parts.values()))
+    titles = [title for title, part in parts.items() for _ in part]
+    facts = facts_of(catalog_of(tmp_path, write(tmp_path, "a.parquet", text=text, title=titles), doc_column="title"))
+    assert facts.totals["rows_duplicate"] == 5 + 6  # c is a copy of a; its end and the beginning of d stand in b
+    assert facts.repeats is not None
+    assert [line.split(",")[3] for line in facts.repeats.decode().splitlines()[1:]] == ["5", "6"]
+
+
 def test_rows_name_their_place_where_no_document_is_known(tmp_path: Path) -> None:
     units = plan_row_units(catalog_of(tmp_path, write(tmp_path, "a.parquet", text=sentences(1, 1_000))))
     spans = [span for unit in units for span in unit.spans]

@@ -85,14 +85,29 @@ def test_row_of_fifty_megabytes_is_read(tmp_path: Path) -> None:
     [
         pa.array(["a", None, "b"]),
         pa.array(["a", None, "b"], pa.large_string()),
+        pa.array(["a", None, "b"], pa.string_view()),
         pa.array([b"a", None, b"b"], pa.binary()),
         pa.array([b"a", None, b"b"], pa.large_binary()),
         pa.array(["a", None, "b"]).dictionary_encode(),
     ],
 )
 def test_every_kind_of_text_column_reads_the_same(tmp_path: Path, values: pa.Array) -> None:
-    file = write(tmp_path / "a.parquet", values)
-    assert read(RowRange(file, 0, 3)) == [b"a", None, b"b"]
+    [rows_of_file] = ranges_of(write(tmp_path / "a.parquet", values))
+    assert read(rows_of_file) == [b"a", None, b"b"]
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_column_without_a_type_is_one_of_nulls(tmp_path: Path, count: int) -> None:
+    untyped, other = write(tmp_path / "a.parquet", pa.nulls(count)), write(tmp_path / "b.parquet", ["text"])
+    footers = inspect_files([untyped, other], "text", "text")
+    assert [footer.n_rows for footer in footers] == [count, 1]
+    assert [value for part in plan_ranges(untyped, footers[0]) for value in read(part)] == [None] * count
+
+
+def test_column_is_read_by_its_own_name_beside_others_that_look_like_it(tmp_path: Path) -> None:
+    nested, dotted = pa.array([{"b": "nested"}]), pa.array(["dotted"])
+    pq.write_table(pa.table({"a": nested, "a.b.c": dotted, "a.b": pa.array(["text"])}), tmp_path / "a.parquet")
+    assert read(RowRange(source(tmp_path / "a.parquet"), 0, 1), "a.b") == [b"text"]
 
 
 def test_thousands_of_row_groups_are_a_few_ranges(tmp_path: Path) -> None:

@@ -113,6 +113,27 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
         names(tmp_path, tmp_path / "books")
 
 
+def test_folders_that_link_to_each_other_are_entered_once_on_each_way(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / "books" / name).mkdir(parents=True)
+        (tmp_path / "books" / name / f"{name}.txt").write_text(name)
+        (tmp_path / "books" / name / "other").symlink_to(tmp_path / "books" / other)
+    assert names(tmp_path, tmp_path / "books") == ["a/a.txt", "a/other/b.txt", "b/b.txt", "b/other/a.txt"]
+
+
+def test_link_to_nowhere_that_a_glob_matches_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "books", a_txt="text")
+    (folder / "lost.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CorpusError, match=r"lost\.txt cannot be read"):
+        names(tmp_path, folder / "*.txt")
+
+
+def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(CorpusError, match="is a pipe or a device"):
+        names(tmp_path, tmp_path / "pipe.txt")
+
+
 def test_parquet_folder_is_searched_for_parquet_only(tmp_path: Path) -> None:
     folder = write(tmp_path / "rows", a_txt="no rows")
     (folder / "deep").mkdir()
@@ -122,6 +143,16 @@ def test_parquet_folder_is_searched_for_parquet_only(tmp_path: Path) -> None:
     assert [source.name for source in sources] == ["b.parquet", "deep/a.parquet"]
     with pytest.raises(CorpusError, match="a.txt is no Parquet file: use data.source=text"):
         find_sources(DataConfig(source="parquet", paths=(str(folder / "a.txt"),)), tmp_path)
+
+
+def test_what_was_made_in_a_storage_within_the_corpus_is_none_of_it(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="text", storage__runs__r__samples_txt="made", storage__sources__b_txt="downloaded")
+    (tmp_path / "link").symlink_to(tmp_path / "storage")
+    for storage in (tmp_path / "storage", tmp_path / "link"):
+        found = find_sources(DataConfig(source="text", paths=(str(tmp_path),)), storage)
+        assert [source.name for source in found] == ["a.txt", "link/sources/b.txt", "storage/sources/b.txt"]
+    with pytest.raises(CorpusError, match="runs leads only to what is made in .*storage"):
+        names(tmp_path / "storage", tmp_path / "storage" / "runs")
 
 
 def test_data_set_that_was_not_downloaded_is_refused(tmp_path: Path) -> None:

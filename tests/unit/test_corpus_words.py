@@ -130,3 +130,9 @@ def test_words_that_were_half_written_are_absent(tmp_path: Path) -> None:
     assert load_words(path) is None
     path.write_bytes(b"torn")
     assert load_words(path) is None
+
+
+def test_documents_whose_ends_would_join_to_a_piece_keep_their_own_tokens(tokenizer: Tokenizer) -> None:
+    several = ["the c", "at sat on t", "he mat,", " and the d", "og "]
+    assert len(tokenizer.encode("".join(several))) < sum(len(tokenizer.encode(text)) for text in several)
+    assert encode(split(*several), tokenizer) == [[*tokenizer.encode(text), tokenizer.eos_id] for text in several]
