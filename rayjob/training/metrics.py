@@ -1,9 +1,10 @@
 """metrics.csv: one row per optimizer step, the record of the run that trackers and `status` read.
 
 Rank 0 is the only writer. A row is written when its step ends; after a restart the rows beyond the checkpoint are cut
-off, so no step stands in it twice.
+off, so no step stands in it twice. What they have cost is kept in spent.json.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from rayjob.atomic import write_atomically
 
 METRICS_FILE = "metrics.csv"
+SPENT_FILE = "spent.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,10 @@ class MetricsWriter:
 
 def cut_metrics(run_folder: Path, step: int) -> None:
     """Cuts off the rows beyond `step`, and a torn one; makes the file if there is none."""
-    kept = [row.to_csv() for row in read_metrics(run_folder) if row.step <= step]
+    rows = list(read_metrics(run_folder))
+    kept = [row.to_csv() for row in rows if row.step <= step]
+    if len(kept) < len(rows):  # before the cut: who cuts may be killed before there is a row that has paid for them
+        write_atomically(run_folder / SPENT_FILE, json.dumps(read_spent(run_folder)._asdict()).encode())
     write_atomically(run_folder / METRICS_FILE, (",".join(COLUMNS) + "\n" + "".join(kept)).encode())
 
 
@@ -100,9 +105,16 @@ class Spent(NamedTuple):
 
 
 def read_spent(run_folder: Path) -> Spent:
-    """Returns what the run had taken at its newest row, before rows are cut off."""
-    rows = list(read_metrics(run_folder))
-    return Spent(rows[-1].elapsed_s, rows[-1].cost_usd) if rows else Spent(0.0, 0.0)
+    """Returns what the run had taken at its newest row, rows that were cut off since included."""
+    known = [Spent(row.elapsed_s, row.cost_usd) for row in read_metrics(run_folder)][-1:]
+    return max([*known, _spent_on_cut_rows(run_folder)])
+
+
+def _spent_on_cut_rows(run_folder: Path) -> Spent:
+    try:
+        return Spent(**json.loads((run_folder / SPENT_FILE).read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):  # a damaged file only hides what lost steps have cost
+        return Spent(0.0, 0.0)
 
 
 def read_metrics(run_folder: Path) -> Iterator[MetricsRow]:

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from rayjob.training.follow import MetricsTail, follow
-from rayjob.training.metrics import METRICS_FILE, MetricsRow, MetricsWriter, Spent, read_metrics, read_spent
+from rayjob.training.metrics import (
+    METRICS_FILE,
+    SPENT_FILE,
+    MetricsRow,
+    MetricsWriter,
+    Spent,
+    read_metrics,
+    read_spent,
+)
 
 
 def row(step: int, loss: float = 0.1 + 0.2) -> MetricsRow:
@@ -93,3 +101,8 @@ def test_lost_steps_were_paid_for(tmp_path: Path) -> None:
         writer.write(dataclasses.replace(row(step), elapsed_s=10.0 * step, cost_usd=0.5 * step))
     writer.close()
     assert read_spent(tmp_path) == Spent(30.0, 1.5)
+    for _ in range(2):  # a start that was killed before its first row, and the next one
+        MetricsWriter(tmp_path, 1).close()
+        assert read_spent(tmp_path) == Spent(30.0, 1.5)
+    (tmp_path / SPENT_FILE).write_bytes(b"")
+    assert read_spent(tmp_path) == Spent(10.0, 0.5)
