@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from model.checkpoint import best_checkpoint, resolve_checkpoint
+from model.checkpoint import resolve_checkpoint
 from model.config import ModelConfig
 from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
@@ -31,6 +31,7 @@ from rayjob.store.runs import adopt_run, publish_run
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.job import Outcome
+from rayjob.training.recovery import settle_best_checkpoint
 from rayjob.training.tracking import is_behind
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,7 @@ def run(config: JobConfig, stop: threading.Event) -> Outcome:
     """Prepares, trains, and evaluates the best checkpoint; raises as `train` does."""
     with _only_driver(config) as fence:
         outcome = _train(config, stop, fence)
-        best = best_checkpoint(config.run_folder)
-        if outcome is Outcome.DONE and best:
+        if outcome is Outcome.DONE and (best := settle_best_checkpoint(config.run_folder)):
             outcome = _evaluate_best(config, best, stop)
             set_stage(config, outcome.value)
         return outcome
