@@ -14,7 +14,6 @@ from rayjob.training import job
 from rayjob.training.failure import RunFailedError, write_failure
 from rayjob.training.metrics import SPENT_FILE
 
-
 N_STEPS = 50
 
 
