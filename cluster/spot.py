@@ -14,6 +14,7 @@ tools.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import math
 import os
@@ -68,13 +69,16 @@ def request(url: str, headers: Mapping[str, str], *, method: str = "GET", timeou
     """Returns the answer's text.
 
     Raises:
-        OSError: no server, no answer in time, or a status other than 200; HTTPError for the last.
+        OSError: no server, no answer in time or none of HTTP, or a status other than 200; HTTPError for the last.
     """
     # Metadata servers are on the link: a proxy would answer for another machine, if at all.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     call = urllib.request.Request(url, headers=dict(headers), method=method)
-    with opener.open(call, timeout=timeout_s) as response:
-        return str(response.read(65536).decode(errors="replace"))
+    try:
+        with opener.open(call, timeout=timeout_s) as response:
+            return str(response.read(65536).decode(errors="replace"))
+    except http.client.HTTPException as error:  # something else listens there; urllib passes these on as they are
+        raise OSError(f"{url} does not answer as a web server does: {error!r}") from error
 
 
 def aws_notice(base_url: str, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> Notice | None:
@@ -96,6 +100,8 @@ def aws_notice(base_url: str, now: Callable[[], datetime] = lambda: datetime.now
     if not isinstance(action, dict) or "time" not in action:
         raise ValueError(f"{base_url} answers {action!r}, which is no instance action.")
     ends_at = datetime.fromisoformat(str(action["time"]).replace("Z", "+00:00"))
+    if ends_at.tzinfo is None:  # AWS's times are in UTC, and one that does not say so must not cost the notice
+        ends_at = ends_at.replace(tzinfo=UTC)
     return Notice(f"AWS ({action.get('action', 'end')} at {action['time']})", (ends_at - now()).total_seconds())
 
 

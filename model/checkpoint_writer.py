@@ -98,9 +98,29 @@ def remove_leftovers(run_folder: Path) -> None:
 
 def remove_checkpoint(folder: Path) -> None:
     """Removes a checkpoint so that a kill in the middle leaves none that looks like one."""
-    doomed = folder.with_name(f"{folder.name}.removed.tmp")
+    doomed = _doomed(folder)
     folder.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def _doomed(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.removed.tmp")
+
+
+def _put_in_place(draft: Path, final: Path) -> None:
+    """Renames a draft, durably; what it takes the place of may be the run's only checkpoint, so it goes last."""
+    doomed = _doomed(final)
+    shutil.rmtree(doomed, ignore_errors=True)
+    if final.exists():
+        final.rename(doomed)
+    try:
+        draft.rename(final)
+    except OSError:
+        if doomed.exists():
+            doomed.rename(final)
+        raise
+    sync(final.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +205,9 @@ class Draft:
                 logger.info("%s is complete already and was kept.", final)
                 self.discard()
                 return final
-            remove_checkpoint(final)
         elif final.exists():
             logger.warning("%s was damaged and is replaced.", final)
-            remove_checkpoint(final)
-        self.folder.rename(final)
-        sync(self.run_folder)
+        _put_in_place(self.folder, final)
         return final
 
     def discard(self) -> None:

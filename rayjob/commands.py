@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from model.checkpoint import best_checkpoint, resolve_checkpoint
+from model.checkpoint import resolve_checkpoint
 from model.config import ModelConfig
 from model.tokenizer import Tokenizer
 from rayjob.atomic import write_atomically
@@ -31,7 +31,7 @@ from rayjob.store.runs import adopt_run, publish_run
 from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.job import Outcome
-from rayjob.training.metrics import read_metrics
+from rayjob.training.recovery import settle_best_checkpoint
 from rayjob.training.tracking import is_behind
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,7 @@ def run(config: JobConfig, stop: threading.Event) -> Outcome:
     """Prepares, trains, and evaluates the best checkpoint; raises as `train` does."""
     with _only_driver(config) as fence:
         outcome = _train(config, stop, fence)
-        best = best_checkpoint(config.run_folder)
-        if outcome is Outcome.DONE and best:
+        if outcome is Outcome.DONE and (best := settle_best_checkpoint(config.run_folder)):
             outcome = _evaluate_best(config, best, stop)
             set_stage(config, outcome.value)
         return outcome
@@ -118,7 +117,7 @@ def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
         if is_behind(config.run_folder):
             job.send_to_trackers(config, corpus)
         return Outcome.DONE
-    if _is_spent(config):
+    if job.is_spent(config):
         set_stage(config, Outcome.BUDGET.value, n_steps)
         return Outcome.BUDGET
     logger.info(plan_line(config))
@@ -127,12 +126,6 @@ def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
         outcome = job.train(config, corpus, n_steps, step, stop, fence)
     set_stage(config, outcome.value)
     return outcome
-
-
-def _is_spent(config: JobConfig) -> bool:
-    """Whether a run has no money for another step, so that starting workers would only cost more."""
-    spent_usd = max((row.cost_usd for row in read_metrics(config.run_folder)), default=0.0)
-    return config.cost.max_usd is not None and spent_usd >= config.cost.max_usd
 
 
 def _evaluate_best(config: JobConfig, best: Path, stop: threading.Event) -> Outcome:

@@ -44,7 +44,7 @@ class MetricsTail:
             file.seek(self._offset)
             complete, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(complete) + len(newline)
-        lines = complete.decode().splitlines()
+        lines = complete.decode(errors="replace").splitlines()
         return [row for line in lines if (row := parse_line(line))]
 
 

@@ -4,6 +4,7 @@
 2. fit() runs in a thread of its own, so that the main thread is free to receive signals.
 3. A request to stop goes to the workers; they finish the step, save and return. Where none trains, none is waited for.
 4. Ray starts the workers again after a failure or a preemption; a run that gains checkpoints has new failures free.
+   The driver does it where they ended by themselves, for the actor that would tell them to stop was lost.
 5. Trackers and progress lines follow the run folder meanwhile.
 """
 
@@ -29,7 +30,7 @@ from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
 from rayjob.lease import Fence
 from rayjob.training.entry import train_loop
-from rayjob.training.failure import forget_failure, raise_failure
+from rayjob.training.failure import RunFailedError, forget_failure, raise_failure
 from rayjob.training.loop import TrainTask
 from rayjob.training.metrics import Spent, cut_metrics, read_spent
 from rayjob.training.mlflow_sink import MlflowSink
@@ -76,6 +77,15 @@ def latest_step(config: JobConfig) -> int:
     return RunState.from_json(read_trainer_state(latest)).recorded_step if latest else 0
 
 
+def is_spent(config: JobConfig) -> bool:
+    """Returns whether cost.max_usd is used up, so that starting workers would only cost more."""
+    if config.cost.max_usd is None:
+        return False
+    latest = latest_checkpoint(config.run_folder)  # whose row may be owed, with its evaluation
+    saved_usd = RunState.from_json(read_trainer_state(latest)).cost_usd if latest else 0.0
+    return max(saved_usd, read_spent(config.run_folder).cost_usd) >= config.cost.max_usd
+
+
 def step_to_go_on_from(config: JobConfig, corpus: PreparedCorpus) -> int:
     """Returns the last step that the run's newest sound checkpoint has done with, 0 if it has none.
 
@@ -118,7 +128,7 @@ def train(
     status = "FAILED"
     try:
         share = _cpus_per_worker(config.train.max_workers)  # once: of an elastic run nodes may be gone later
-        _fit_while_it_gains(config, corpus, share, spent, stop, fence)
+        _fit_while_it_gains(config, corpus, n_steps, share, spent, stop, fence)
         is_done = latest_step(config) >= n_steps
         status = "FINISHED" if is_done else "KILLED"
     finally:
@@ -129,9 +139,19 @@ def train(
 
 
 def _fit_while_it_gains(
-    config: JobConfig, corpus: PreparedCorpus, share: float, spent: Spent, stop: threading.Event, fence: Fence
+    config: JobConfig,
+    corpus: PreparedCorpus,
+    n_steps: int,
+    share: float,
+    spent: Spent,
+    stop: threading.Event,
+    fence: Fence,
 ) -> None:
-    """Runs fit() again when its failures are used up, as long as there is a new checkpoint each time."""
+    """Runs fit() until there is no more to train, or it is to stop.
+
+    It runs again when its failures are used up, or its workers ended unasked, as long as there is a new checkpoint
+    each time.
+    """
     while True:
         forget_ray_snapshot(config.run_folder)
         step = latest_step(config)
@@ -149,7 +169,14 @@ def _fit_while_it_gains(
             )
         else:
             raise_failure(config.run_folder)
-            return
+            now = latest_step(config)
+            if now >= n_steps or stop.is_set() or is_spent(config):
+                return
+            if now <= step:
+                if config.cost.max_usd is not None:  # what was left went into starting, for which no row has paid
+                    return
+                raise RunFailedError(f"the workers ended at step {now} though nobody had asked them to, without a gain")
+            logger.warning("the workers saved and ended though nobody had asked them to: they start again.")
 
 
 def send_to_trackers(config: JobConfig, corpus: PreparedCorpus) -> None:

@@ -146,8 +146,13 @@ class TrainWorker:
             self._give_way()
 
     def _end_unsaved(self, error: SaveFailedError) -> None:
-        """Writes down why, or says it where the storage takes no small file either."""
+        """Writes down why, or says it where the storage takes no small file either.
+
+        Raises:
+            LeaseLostError: another driver has the run, so why this one's saves failed must not end that one.
+        """
         try:
+            self.task.fence.check()
             write_failure(self.config.run_folder, f"{error}.")
         except OSError:
             logger.error("%s.", error)

@@ -1,9 +1,11 @@
 """metrics.csv: one row per optimizer step, the record of the run that trackers and `status` read.
 
 Rank 0 is the only writer. A row is written when its step ends; after a restart the rows beyond the checkpoint are cut
-off, so no step stands in it twice.
+off, so no step stands in it twice. What they have cost is kept in spent.json.
 """
 
+import json
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -12,7 +14,10 @@ from typing import NamedTuple
 
 from rayjob.atomic import write_atomically
 
+logger = logging.getLogger(__name__)
+
 METRICS_FILE = "metrics.csv"
+SPENT_FILE = "spent.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,14 @@ class MetricsWriter:
 
 
 def cut_metrics(run_folder: Path, step: int) -> None:
-    """Cuts off the rows beyond `step`, and a torn one; makes the file if there is none."""
-    kept = [row.to_csv() for row in read_metrics(run_folder) if row.step <= step]
+    """Cuts off the rows beyond `step`, and a torn one, and drops damaged ones; makes the file if there is none."""
+    lines = list(_read_lines(run_folder))
+    rows = [row for line in lines if (row := parse_line(line))]
+    if n_damaged := sum(not line.startswith(COLUMNS[0]) for line in lines) - len(rows):
+        logger.warning("%s had %d damaged rows; they were dropped.", run_folder / METRICS_FILE, n_damaged)
+    kept = [row.to_csv() for row in rows if row.step <= step]
+    if len(kept) < len(rows):  # before the cut: who cuts may be killed before there is a row that has paid for them
+        write_atomically(run_folder / SPENT_FILE, json.dumps(read_spent(run_folder)._asdict()).encode())
     write_atomically(run_folder / METRICS_FILE, (",".join(COLUMNS) + "\n" + "".join(kept)).encode())
 
 
@@ -100,26 +111,41 @@ class Spent(NamedTuple):
 
 
 def read_spent(run_folder: Path) -> Spent:
-    """Returns what the run had taken at its newest row, before rows are cut off."""
-    rows = list(read_metrics(run_folder))
-    return Spent(rows[-1].elapsed_s, rows[-1].cost_usd) if rows else Spent(0.0, 0.0)
+    """Returns what the run had taken at its newest row, rows that were cut off since included."""
+    known = [Spent(row.elapsed_s, row.cost_usd) for row in read_metrics(run_folder)][-1:]
+    return max([*known, _spent_on_cut_rows(run_folder)])
+
+
+def _spent_on_cut_rows(run_folder: Path) -> Spent:
+    try:
+        return Spent(**json.loads((run_folder / SPENT_FILE).read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):  # a damaged file only hides what lost steps have cost
+        return Spent(0.0, 0.0)
 
 
 def read_metrics(run_folder: Path) -> Iterator[MetricsRow]:
     """Yields the complete rows of a run's metrics.csv; none if there is no file."""
+    yield from (row for line in _read_lines(run_folder) if (row := parse_line(line)))
+
+
+def _read_lines(run_folder: Path) -> Iterator[str]:
     path = run_folder / METRICS_FILE
     if path.exists():
-        with path.open() as file:
-            yield from (row for line in file if line.endswith("\n") and (row := parse_line(line)))
+        with path.open(errors="replace") as file:
+            yield from (line for line in file if line.endswith("\n"))
 
 
 def parse_line(line: str) -> MetricsRow | None:
-    """Returns the row of a line, or None for the header."""
+    """Returns the row of a line; None for the header and for one that is damaged.
+
+    A system that went down may leave zeros where rows were, and they must not keep the run from starting.
+    """
     cells = line.rstrip("\n").split(",")
-    if cells[0] == COLUMNS[0]:
+    try:
+        values = {
+            name: None if cell == "" else (int if name in _INTEGERS else float)(cell)
+            for name, cell in zip(COLUMNS, cells, strict=False)  # a run begun by an earlier version has fewer columns
+        }
+        return MetricsRow(**values)  # type: ignore[arg-type]
+    except (ValueError, TypeError):
         return None
-    values = {
-        name: None if cell == "" else (int if name in _INTEGERS else float)(cell)
-        for name, cell in zip(COLUMNS, cells, strict=False)  # a run begun by an earlier version has fewer columns
-    }
-    return MetricsRow(**values)  # type: ignore[arg-type]

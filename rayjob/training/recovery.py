@@ -12,10 +12,13 @@ from pathlib import Path
 from torch import Tensor
 
 from model.checkpoint import (
+    best_checkpoint,
     checkpoint_folders,
+    list_checkpoints,
     load_config,
     load_trainer_tensors,
     read_trainer_state,
+    step_of,
     verify_checkpoint,
 )
 from model.complete import CheckpointError
@@ -27,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 _RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 _REJECTED_SUFFIX = ".rejected"
+
+
+class ForeignCheckpointError(CheckpointError):
+    """A checkpoint is sound, but of another run."""
 
 
 def forget_ray_snapshot(run_folder: Path) -> None:
@@ -44,12 +51,34 @@ def find_sound_checkpoint(run_folder: Path) -> Path | None:
 def settle_checkpoints(run_folder: Path) -> Path | None:
     """Returns the same as `find_sound_checkpoint` and renames the newer ones, so that nobody takes them for sound.
 
-    For who holds the run's lock.
+    Also those of another run, old ones too: one of them could be taken for the best. For who holds the run's lock.
     """
     found, rejected = _newest_sound(run_folder)
+    if found:
+        rejected |= _older_of_another_run(run_folder, found)
     for folder, error in rejected.items():
         logger.warning("%s It is left out and %s; trying the one before.", error, _set_aside(folder))
     return found
+
+
+def settle_best_checkpoint(run_folder: Path) -> Path | None:
+    """Returns the run's best sound checkpoint, None if none has a score, and renames better ones that are damaged.
+
+    For who holds the run's lock.
+
+    Raises:
+        CheckpointError: the best is damaged and cannot be renamed.
+    """
+    while best := best_checkpoint(run_folder):
+        try:
+            verify_checkpoint(best)
+        except CheckpointError as error:
+            logger.warning("%s It is left out and %s; trying the next best.", error, _set_aside(best))
+            if best.exists():
+                raise
+        else:
+            return best
+    return None
 
 
 def read_run(folder: Path, model: ModelConfig, identity: RunIdentity) -> RunState:
@@ -91,10 +120,23 @@ def _newest_sound(run_folder: Path) -> tuple[Path | None, dict[Path, CheckpointE
     return None, rejected
 
 
+def _older_of_another_run(run_folder: Path, newest: Path) -> dict[Path, CheckpointError]:
+    known_ids, found = run_ids(run_folder), dict[Path, CheckpointError]()
+    for folder in list_checkpoints(run_folder):
+        if step_of(folder) < step_of(newest):
+            try:
+                _check_run_id(folder, known_ids)
+            except ForeignCheckpointError as error:
+                found[folder] = error
+            except CheckpointError:  # damaged, which matters when it is to be used
+                continue
+    return found
+
+
 def _check_run_id(folder: Path, known_ids: set[str]) -> None:
     run_id = read_trainer_state(folder).get("run_id")
     if run_id and known_ids and run_id not in known_ids:
-        raise CheckpointError(f"{folder} is a checkpoint of another run, put into this run's folder.")
+        raise ForeignCheckpointError(f"{folder} is a checkpoint of another run, put into this run's folder.")
 
 
 def _set_aside(folder: Path) -> str:

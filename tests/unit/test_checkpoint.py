@@ -396,6 +396,13 @@ def test_a_score_that_cannot_be_read_does_not_hide_the_others(save, tmp_path: Pa
     assert best_checkpoint(tmp_path / "run") == readable
 
 
+def test_a_score_that_a_flipped_bit_has_made_does_not_count(save, tmp_path: Path) -> None:
+    damaged, best = save(1, 3.0), save(2, 2.0)
+    state = damaged / "trainer" / "state.json"
+    state.write_bytes(state.read_bytes().replace(b'"val_loss": 3.0', b'"val_loss": 1.0'))
+    assert best_checkpoint(tmp_path / "run") == best
+
+
 def test_a_checkpoint_folder_resolves_to_itself(save) -> None:
     folder = save(1)
     assert resolve_checkpoint(folder) == folder

@@ -1,5 +1,7 @@
 """A checkpoint written in shares, as the ranks of a run write it, but in one process."""
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,47 @@ def test_a_score_is_added_to_a_sound_checkpoint_and_never_taken_from_it(
         verify_checkpoint(folder)
         assert read_trainer_state(folder)["val_loss"] == kept
         assert list(tmp_path.iterdir()) == [folder]
+
+
+def write_scored(tmp_path: Path, llama: Llama, tokenizer: Path, val_loss: float | None) -> Path:
+    draft = Draft(tmp_path, 7, "abc")
+    files = draft.write_model(llama.state_dict(), CONFIG, tokenizer, {"val_loss": val_loss})
+    return draft.commit(files | draft.write_trainer_tensors(TENSORS, 0, 1))
+
+
+def test_a_kill_while_a_replaced_checkpoint_is_removed_leaves_the_new_one(
+    tmp_path: Path, llama: Llama, small_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_scored(tmp_path, llama, small_tokenizer, None)
+    remove = shutil.rmtree
+
+    def killed(folder: Path, **options: bool) -> None:
+        if folder.exists():
+            raise KeyboardInterrupt
+        remove(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_scored(tmp_path, llama, small_tokenizer, 2.5)
+    verify_checkpoint(tmp_path / "step_00000007")
+    assert read_trainer_state(tmp_path / "step_00000007")["val_loss"] == 2.5
+
+
+def test_a_rename_that_fails_puts_the_replaced_checkpoint_back(
+    tmp_path: Path, llama: Llama, small_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_scored(tmp_path, llama, small_tokenizer, None)
+    rename = Path.rename
+
+    def failing(source: Path, target: Path) -> Path:
+        if source.name == "step_00000007.abc.tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        write_scored(tmp_path, llama, small_tokenizer, 2.5)
+    verify_checkpoint(folder)
 
 
 def test_leftovers_of_saves_and_removals_are_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -76,6 +77,33 @@ def test_aws_notice_is_asked_for_with_a_token_and_tells_the_time_left(metadata: 
     (put, path, headers), (get, _, authorised) = metadata.asked
     assert (put, path, headers["x-aws-ec2-metadata-token-ttl-seconds"]) == ("PUT", AWS_TOKEN, "60")
     assert (get, authorised["x-aws-ec2-metadata-token"]) == ("GET", "secret")
+
+
+def test_aws_time_without_a_zone_is_utc(metadata: MetadataServer) -> None:
+    action = ACTION | {"time": "2030-01-02T03:06:00"}
+    metadata.answers = {AWS_TOKEN: [(200, "secret")], AWS_ACTION: [(200, json.dumps(action))]}
+    notice = spot.aws_notice(metadata.url, lambda: NOW)
+    assert notice is not None
+    assert notice.grace_s == 120
+
+
+@pytest.mark.parametrize("ask", [spot.aws_notice, spot.google_notice])
+def test_server_of_another_protocol_is_an_error_that_the_watch_outlives(
+    ask: Callable[[str], spot.Notice | None],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(OSError, match="does not answer as a web server does"):
+            ask(f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
 
 
 def test_aws_has_no_notice_while_it_answers_404(metadata: MetadataServer) -> None:

@@ -1,5 +1,6 @@
 """When the driver runs fit() once more; Ray is left out."""
 
+import dataclasses
 import logging
 import threading
 from pathlib import Path
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 from ray.train import PreemptionError, WorkerGroupError
 
-from rayjob.config import FailureConfig, JobConfig
+from rayjob.config import CostConfig, FailureConfig, JobConfig
 from rayjob.training import job
 from rayjob.training.failure import RunFailedError, write_failure
+from rayjob.training.metrics import SPENT_FILE
+
+N_STEPS = 50
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def fit(config: JobConfig, monkeypatch: pytest.MonkeyPatch, ends: list[tuple[int
     monkeypatch.setattr(job, "latest_step", lambda _: steps[-1])
     nothing: Any = None
     try:
-        job._fit_while_it_gains(config, nothing, 1.0, nothing, threading.Event(), nothing)
+        job._fit_while_it_gains(config, nothing, N_STEPS, 1.0, nothing, threading.Event(), nothing)
     finally:
         config.run_folder.joinpath("fits").write_text(str(n_fits))
     return n_fits
@@ -70,6 +74,30 @@ def test_used_up_preemptions_are_the_end_whatever_was_gained(
     error = PreemptionError(PreemptionInfo(deadline_ms=1, preempted_node_to_ranks={}))
     with pytest.raises(PreemptionError):
         fit(config, monkeypatch, [(20, error)])
+
+
+def test_workers_that_ended_unasked_are_started_again(
+    config: JobConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So they do when the actor that would tell them to stop is killed: not done, not stopped, nothing spent."""
+    with caplog.at_level(logging.WARNING):
+        assert fit(config, monkeypatch, [(20, None), (N_STEPS, None)]) == 2
+    assert "though nobody had asked them to" in caplog.text
+
+
+def test_workers_that_end_unasked_without_a_gain_are_the_end(
+    config: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RunFailedError, match="ended at step 20 though nobody had asked"):
+        fit(config, monkeypatch, [(20, None), (20, None)])
+
+
+def test_workers_that_spent_the_budget_are_not_started_again(
+    config: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(config, cost=CostConfig(gpu_usd_per_hour=1.0, max_usd=2.0))
+    (config.run_folder / SPENT_FILE).write_text('{"elapsed_s": 7200.0, "cost_usd": 2.0}')
+    assert fit(config, monkeypatch, [(20, None)]) == 1
 
 
 def test_reason_that_the_workers_wrote_down_is_told_instead_of_the_last_error(

@@ -21,12 +21,13 @@ from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer, train_tokenizer
 from rayjob.config import CheckpointConfig, CostConfig, JobConfig, OptimizerConfig, TokenizerConfig, TrainConfig
 from rayjob.corpus.blocks import Manifest, Row, SplitTotals, write_block
-from rayjob.lease import Fence
+from rayjob.lease import Fence, LeaseLostError
 from rayjob.training import entry, loop, recorder
 from rayjob.training.failure import has_failed, raise_failure
 from rayjob.training.loop import TrainTask, TrainWorker
 from rayjob.training.metrics import MetricsRow, Spent, read_metrics
 from rayjob.training.notice import GaveWay, Notice
+from rayjob.training.saver import SaveFailedError
 from rayjob.training.saving import RunState
 from rayjob.training.step_clock import StepSplit
 from rayjob.training.trial import MicroBatchTrial
@@ -341,6 +342,14 @@ def test_run_with_a_skipped_step_is_resumed_bit_for_bit(
     assert [folder.name for folder in list_checkpoints(run.folder)] == ["step_00000003", "step_00000004"]
     run.start()
     run.assert_equals(whole)
+
+
+def test_saves_that_fail_because_another_driver_has_the_run_do_not_end_it_there(run: Run) -> None:
+    task = dataclasses.replace(run.task(), fence=Fence(run.folder / "lease" / "00000007.json"))
+    worker: Any = SimpleNamespace(task=task, config=run.config)
+    with pytest.raises(LeaseLostError):
+        TrainWorker._end_unsaved(worker, SaveFailedError("three saves in a row failed"))
+    assert not has_failed(run.folder)
 
 
 def test_bad_steps_in_a_row_end_the_run_and_the_checkpoint_before_is_sound(run: Run) -> None:

@@ -4,12 +4,21 @@ import dataclasses
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rayjob.training.follow import MetricsTail, follow
-from rayjob.training.metrics import METRICS_FILE, MetricsRow, MetricsWriter, Spent, read_metrics, read_spent
+from rayjob.training.metrics import (
+    METRICS_FILE,
+    SPENT_FILE,
+    MetricsRow,
+    MetricsWriter,
+    Spent,
+    read_metrics,
+    read_spent,
+)
 
 
 def row(step: int, loss: float = 0.1 + 0.2) -> MetricsRow:
@@ -36,6 +45,34 @@ def test_rows_beyond_the_checkpoint_and_a_torn_row_are_cut_off(tmp_path: Path) -
     resumed.write(row(4))
     resumed.close()
     assert [each.step for each in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda row: b"\0" * len(row[:40]) + row[40:],
+        lambda row: row.replace(b"2,0,128", b"2,0;128"),
+        lambda row: b"\xb2" + row[1:],
+        lambda row: b"2\n",
+    ],
+    ids=["zeros", "comma", "byte", "short"],
+)
+def test_damaged_row_is_dropped_with_a_warning_and_the_others_stay(
+    tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = MetricsWriter(tmp_path, 0)
+    for step in range(1, 5):
+        writer.write(row(step))
+    writer.close()
+    path = tmp_path / METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], damage(lines[2]), *lines[3:]]))
+    assert [each.step for each in MetricsTail(tmp_path, 0).new_rows()] == [1, 3, 4]
+    MetricsWriter(tmp_path, 3).close()
+    assert [each.step for each in read_metrics(tmp_path)] == [1, 3]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} had 1 damaged rows; they were dropped.",
+    ]
 
 
 def test_a_row_whose_write_failed_half_way_is_written_again_in_its_place(
@@ -93,3 +130,8 @@ def test_lost_steps_were_paid_for(tmp_path: Path) -> None:
         writer.write(dataclasses.replace(row(step), elapsed_s=10.0 * step, cost_usd=0.5 * step))
     writer.close()
     assert read_spent(tmp_path) == Spent(30.0, 1.5)
+    for _ in range(2):  # a start that was killed before its first row, and the next one
+        MetricsWriter(tmp_path, 1).close()
+        assert read_spent(tmp_path) == Spent(30.0, 1.5)
+    (tmp_path / SPENT_FILE).write_bytes(b"")
+    assert read_spent(tmp_path) == Spent(10.0, 0.5)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint import load_model, load_trainer_tensors
+from model.checkpoint import best_checkpoint, load_model, load_trainer_tensors
 from model.checkpoint_writer import Draft
 from model.complete import CheckpointError
 from rayjob.training.attempt import STARTS_FILE
@@ -18,6 +18,7 @@ from rayjob.training.recovery import (
     forget_ray_snapshot,
     load_run,
     read_run,
+    settle_best_checkpoint,
     settle_checkpoints,
 )
 from tests.saved_run import CHECKPOINT_FILES, CONFIG, IDENTITY, SavedRun
@@ -110,6 +111,29 @@ def test_a_checkpoint_of_another_run_is_left_out_and_kept(
     assert len(caplog.records) == 1
     assert "step_00000003 is a checkpoint of another run" in caplog.text
     load_model(folder / "step_00000003.rejected")
+
+
+def test_an_older_checkpoint_of_another_run_is_not_taken_for_the_best(
+    folder: Path, tmp_path: Path, small_tokenizer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = SavedRun(tmp_path / "runs" / "other", small_tokenizer)
+    other.train([0.5])
+    shutil.rmtree(folder / "step_00000001")
+    shutil.copytree(other.folder / "step_00000001", folder / "step_00000001")
+    assert settle_checkpoints(folder) == folder / "step_00000002"
+    assert len(caplog.records) == 1
+    assert "step_00000001 is a checkpoint of another run" in caplog.text
+    assert best_checkpoint(folder) == folder / "step_00000002"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "trainer/tensors.safetensors"])
+def test_when_the_best_is_damaged_the_next_best_counts(
+    folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip_a_bit(folder / "step_00000002" / name)
+    assert settle_best_checkpoint(folder) == folder / "step_00000001"
+    assert "step_00000002" in caplog.text
+    assert best_checkpoint(folder) == folder / "step_00000001"
 
 
 def test_without_the_record_of_starts_any_sound_checkpoint_counts(folder: Path, stray: Path) -> None:
