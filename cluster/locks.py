@@ -40,3 +40,23 @@ def hold(path: Path, *, wait: bool, purpose: str) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def holder_of(path: Path) -> int | None:
+    """Returns the process that holds the lock; None if there is none, or it took the lock this very moment."""
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = file.read().strip()
+        else:
+            return None
+    return int(pid) if pid.isdigit() and _has_open(int(pid), path) else None
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Says whether the id in a lock file is that of its holder, and not of a holder before it."""
+    try:
+        return any(descriptor.samefile(path) for descriptor in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False

@@ -1,12 +1,13 @@
-"""Stops all that was started from this folder: jobs, which save first, the head and the MLflow server."""
+"""Stops all that was started from this folder: run_all and jobs, which save first, the head and the MLflow server."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
-from cluster import head, redeploy, services, tracking_server
+from cluster import head, locks, processes, redeploy, services, tracking_server
 from cluster.settings import STOP_WAIT_S, Settings, SettingsError, auth_headers, forget_other_clusters
 
 
@@ -18,12 +19,29 @@ def main() -> int:
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    told = stop_runs(settings)
     if head.running_ports(settings):
         stop_jobs(settings)
     redeploy.forget(settings)
-    ended = head.stop(settings) + tracking_server.stop(settings)
+    ended = told + head.stop(settings) + tracking_server.stop(settings)
     print(f"Stopped {ended} processes." if ended else "Nothing was running.")
     return 0
+
+
+def stop_runs(settings: Settings) -> int:
+    """Has the calls of run_all end, with their jobs: one that waits for its next attempt would bring everything back.
+
+    Returns how many there were.
+    """
+    files = list((settings.state / "locks").glob("*.lock"))
+    holders = [process for pid in {locks.holder_of(file) for file in files} if pid and (process := processes.look(pid))]
+    for process in holders:
+        print(f"Stopping process {process.pid} ({process.command}); its job saves a checkpoint first.", flush=True)
+    processes.send(holders, signal.SIGTERM)
+    deadline_s = time.monotonic() + STOP_WAIT_S + 5
+    while any(processes.is_alive(process) for process in holders) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    return len(holders)
 
 
 def stop_jobs(settings: Settings) -> None:

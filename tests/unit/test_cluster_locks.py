@@ -68,3 +68,15 @@ def test_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
         1 / 0  # noqa: B018
     with locks.hold(tmp_path / "lock", wait=False, purpose="b"):
         pass
+
+
+def test_holder_is_known_while_it_holds_and_an_id_left_behind_is_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    holder = start_holder(path)
+    assert locks.holder_of(path) == holder.pid
+    other = start_holder(tmp_path / "other")
+    path.write_text(str(other.pid))  # what a holder before it may have left
+    assert locks.holder_of(path) is None
+    for process in (holder, other):
+        process.communicate()
+    assert locks.holder_of(path) is None
