@@ -126,7 +126,11 @@ def watch(ask: Callable[[], Notice | None], on_notice: Callable[[Notice], None],
     while not stop.is_set():
         try:
             notice = ask()
-        except (OSError, ValueError):  # no such cloud here, a server that is not what it seems, or one missed call
+        except (
+            OSError,
+            ValueError,
+            RecursionError,
+        ):  # no such cloud, a server that is not what it seems, a missed call
             notice = None
         else:
             pause_s = POLL_S
@@ -221,10 +225,17 @@ def drain_command(node: Node, notice: Notice) -> list[str]:
     ]
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
+    return seconds
+
+
 def main(arguments: Sequence[str]) -> int:
     """Waits for a notice, drains the node, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m cluster.spot", description="Drain this node on a spot notice.")
-    parser.add_argument("--grace-s", type=float, default=TERM_GRACE_S, help="from SIGTERM to the end (default: 30)")
+    parser.add_argument("--grace-s", type=_seconds, default=TERM_GRACE_S, help="from SIGTERM to the end (default: 30)")
     args = parser.parse_args(arguments)
     try:
         node = find_node(read_settings(os.environ))

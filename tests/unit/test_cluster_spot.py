@@ -176,10 +176,11 @@ def test_watch_asks_seldom_where_there_is_no_server_and_often_once_there_was_one
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     notices: SimpleQueue[spot.Notice] = SimpleQueue()
-    pauses = Pauses(4)
-    spot.watch(asking(OSError("refused"), ValueError("html"), None, OSError("missed")), notices.put, pauses)
+    pauses = Pauses(5)
+    faults = OSError("refused"), ValueError("html"), RecursionError("nested JSON")
+    spot.watch(asking(*faults, None, OSError("missed")), notices.put, pauses)
     seldom, often = spot.UNREACHABLE_POLL_S, spot.POLL_S
-    assert pauses.pauses_s == [seldom, seldom, often, often]
+    assert pauses.pauses_s == [seldom, seldom, seldom, often, often]
     assert notices.empty()
     assert capfd.readouterr() == ("", "")
 
@@ -189,6 +190,14 @@ def test_watch_ends_with_the_first_notice() -> None:
     notice = spot.Notice("AWS", 120)
     spot.watch(asking(None, notice), notices.put, Pauses(9))
     assert notices.get_nowait() == notice
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "-1", "soon"])
+def test_time_that_is_none_is_refused_at_once(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        spot.main(["--grace-s", seconds])
+    assert ended.value.code == 2
+    assert repr(seconds) in capsys.readouterr().err
 
 
 def test_addresses_of_the_metadata_servers_can_be_set() -> None:
