@@ -3,15 +3,20 @@
 In the mirror of an object store they are published as soon as they stand here; those of a run go with its saves.
 """
 
+import json
+import logging
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from model.complete import sync
 from rayjob.store.publish import publish_folder, publish_written
+
+logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -36,6 +41,18 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
     sync(path.parent)
     publish_written(path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a small file; nothing where there is none, or what a machine's end has left of it."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        logger.warning("%s is damaged: it is passed over, and written anew when its time comes.", path)
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @contextmanager

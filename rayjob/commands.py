@@ -13,7 +13,7 @@ import ray
 from model.checkpoint import resolve_checkpoint
 from model.config import ModelConfig
 from model.tokenizer import Tokenizer
-from rayjob.atomic import write_atomically
+from rayjob.atomic import read_object, write_atomically
 from rayjob.config import ConfigError, JobConfig
 from rayjob.config_file import to_tree
 from rayjob.connection import ConnectCancelled, connect
@@ -130,7 +130,7 @@ def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
 
 def _evaluate_best(config: JobConfig, best: Path, stop: threading.Event) -> Outcome:
     path = config.run_folder / EVALUATION_FILE
-    if path.exists() and json.loads(path.read_text())["checkpoint"] == best.name:
+    if read_object(path).get("checkpoint") == best.name:
         return Outcome.DONE
     with _stage(config, "evaluate"):
         corpus = find_prepared(config.data, config.tokenizer, config.storage_folder)

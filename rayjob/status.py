@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import step_of
-from rayjob.atomic import write_atomically
+from rayjob.atomic import read_object, write_atomically
 from rayjob.config import JobConfig
 from rayjob.store.checkpoints import find_checkpoints
 from rayjob.store.runs import fetch_run_files
@@ -64,9 +64,7 @@ def _step(last: MetricsRow | None, latest: str | None) -> int:
 
 
 def _read_stage(folder: Path) -> dict[str, Any]:
-    path = folder / _STAGE_FILE
-    stage: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return stage
+    return read_object(folder / _STAGE_FILE)
 
 
 def _finite(value: float) -> float | None:
@@ -82,4 +80,4 @@ def _eta_s(last: MetricsRow | None, max_steps: int | None, rate: float | None) -
 
 def _restarts(folder: Path) -> int:
     starts = folder / STARTS_FILE
-    return max(0, len(starts.read_text().splitlines()) - 1) if starts.exists() else 0
+    return max(0, len(starts.read_bytes().splitlines()) - 1) if starts.exists() else 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import ray.exceptions
 import torch.distributed as dist
 
-from rayjob.atomic import write_atomically
+from rayjob.atomic import read_object, write_atomically
 from rayjob.lease import LeaseLostError
 
 _FILE = "failure.json"
@@ -60,7 +60,7 @@ def raise_failure(run_folder: Path) -> None:
     """Raises RunFailedError if the workers wrote down that the run cannot go on."""
     path = run_folder / _FILE
     if path.exists():
-        raise RunFailedError(json.loads(path.read_text())["message"])
+        raise RunFailedError(read_object(path).get("message", "the workers' reason was lost; their log has it."))
 
 
 @contextmanager
@@ -91,21 +91,21 @@ def is_of_another_worker(error: Exception) -> bool:
 def forget_passed_errors(run_folder: Path, step: int) -> None:
     """Removes the errors of steps before `step`: whatever the reason was, it is gone."""
     for path in (run_folder / _ERRORS_FOLDER).glob("rank-*.json"):
-        if json.loads(path.read_text())["step"] < step:
+        if read_object(path).get("step", -1) < step:
             path.unlink(missing_ok=True)
 
 
 def _remember(run_folder: Path, group: str, rank: int, step: int, error: str) -> None:
     folder = run_folder / _ERRORS_FOLDER
-    known = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
+    known = [record for path in folder.glob("rank-*.json") if (record := read_object(path))]
     if any((e["step"], _shape(e["error"])) == (step, _shape(error)) and e["group"] != group for e in known):
         write_failure(
             run_folder,
             f"{error} (rank {rank}, after step {step}), for the second time at this step: another try would only "
             "repeat it. The checkpoints are as they were; mend the cause and run the same command again.",
         )
-    record = {"group": group, "rank": rank, "step": step, "error": error}
-    write_atomically(folder / f"rank-{rank:05d}.json", json.dumps(record).encode())
+    own = {"group": group, "rank": rank, "step": step, "error": error}
+    write_atomically(folder / f"rank-{rank:05d}.json", json.dumps(own).encode())
 
 
 def _shape(error: str) -> str:

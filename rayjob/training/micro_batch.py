@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayjob.atomic import write_atomically
+from rayjob.atomic import read_object, write_atomically
 from rayjob.config import JobConfig
 from rayjob.lease import Fence
 from rayjob.training.micro_batch_search import Measured, doubling, largest_that_fits, search
@@ -45,7 +45,9 @@ def settle_micro_batch(config: JobConfig, trial: Trial, device: torch.device, fe
     """
     train, is_rank_0 = config.train, dist.get_rank() == 0
     path, key = config.run_folder / MICRO_BATCH_FILE, _key_of(config, device)
-    known: int | None = from_rank_0(_read(path).get(key, {}).get("micro_batch_size") if is_rank_0 else None, device)
+    known: int | None = from_rank_0(
+        read_object(path).get(key, {}).get("micro_batch_size") if is_rank_0 else None, device
+    )
     if known is not None and known in train.micro_batch_sizes:
         if is_rank_0:
             logger.info("micro-batch: %d windows, as found before on this device by as many workers", known)
@@ -115,17 +117,8 @@ def _key_of(config: JobConfig, device: torch.device) -> str:
     return f"{dist.get_world_size()} x {name}, {train.precision}, {compiled}, {model}, {batch}"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Returns what was found before; a damaged file only costs another search."""
-    try:
-        known = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
 def _remember(path: Path, key: str, found: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(_read(path) | {key: found}, indent=2).encode() + b"\n")
+    write_atomically(path, json.dumps(read_object(path) | {key: found}, indent=2).encode() + b"\n")
 
 
 def _describe(chosen: int, tried: list[Measured], step_s: dict[int, float]) -> str:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rayjob.atomic import new_folder, remove_temporary, temporary_path, write_atomically
+from rayjob.atomic import new_folder, read_object, remove_temporary, temporary_path, write_atomically
 
 
 def test_failed_write_leaves_the_old_content_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +24,20 @@ def test_error_names_the_file_that_was_to_be_written(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="No space left on device: .*/file") as raised:
         write_atomically(tmp_path / "file", b"new")
     assert raised.value.filename == str(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("content", "is_told"),
+    [(b'{"a": 1}', False), (None, False), (b"", True), (b'{"a"', True), (b"\0\xff", True), (b"[1]", False)],
+)
+def test_object_that_is_damaged_is_passed_over_and_told(
+    tmp_path: Path, content: bytes | None, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_bytes(content)
+    assert read_object(path) == ({"a": 1} if content == b'{"a": 1}' else {})
+    assert (f"{path} is damaged" in caplog.text) == is_told
 
 
 def test_folder_appears_only_when_it_is_filled(tmp_path: Path) -> None:

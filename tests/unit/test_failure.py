@@ -76,6 +76,19 @@ def test_exceptions_that_another_workers_end_causes_are_not_remembered(tmp_path:
     assert not is_of_another_worker(RuntimeError("CUDA out of memory"))
 
 
+def test_damaged_record_hides_neither_a_repetition_nor_that_the_run_has_failed(tmp_path: Path) -> None:
+    fail(tmp_path, ValueError("a"), group="first")
+    (damaged,) = (tmp_path / "errors").glob("rank-*.json")
+    damaged.with_name("rank-00007.json").write_bytes(b"\0")
+    fail(tmp_path, ValueError("a"), group="second")
+    assert has_failed(tmp_path)
+    forget_passed_errors(tmp_path, 99)
+    assert list((tmp_path / "errors").iterdir()) == []
+    (tmp_path / "failure.json").write_bytes(b"")
+    with pytest.raises(RunFailedError, match="reason was lost"):
+        raise_failure(tmp_path)
+
+
 def test_error_of_a_step_that_is_passed_is_forgotten(tmp_path: Path) -> None:
     fail(tmp_path, ValueError("a"), group="first", step=14)
     forget_passed_errors(tmp_path, 14)
