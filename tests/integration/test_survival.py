@@ -83,6 +83,6 @@ def plant_bad_token(tokens_folder: Path, temporary: Path, window: int) -> None:
     stream = np.concatenate(list(token_stream(tokens_folder, "train")))
     stream[window * 32 + 5] = 65_000
     folder = temporary / f"rayjob-{os.getuid()}" / "streams"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     flat = folder / f"{Manifest.load(tokens_folder).hash}-train.uint16"
     stream.astype(np.uint16).tofile(flat)
