@@ -40,8 +40,11 @@ def test_full_and_hanging_storage_stops_no_step_and_damage_no_run(
     job = Job(corpus, disk, "outages", *SETTINGS, environment=cluster.environment)
     job.log = tmp_path / "outages.log"  # where there is room for what it tells
     process = job.start()
-    wait_for_new_checkpoint(job, process)
+    checkpoint = wait_for_new_checkpoint(job, process)
 
+    # Ray Train's controller, which no full disk may meet, writes its list after the checkpoint stands.
+    snapshot = job.run_folder / "checkpoint_manager_snapshot.json"
+    wait_until(lambda: snapshot.exists() and checkpoint in snapshot.read_text(), process, job.log)
     filler = fill(disk)
     wait_until(lambda: "failed save 1 of at most 3" in job.log.read_text(), process, job.log)
     assert re.search(r"could not be saved: rank \d: \[Errno 28\] No space left on device", job.log.read_text())
