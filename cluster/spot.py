@@ -27,6 +27,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from queue import SimpleQueue
@@ -126,11 +127,8 @@ def watch(ask: Callable[[], Notice | None], on_notice: Callable[[Notice], None],
     while not stop.is_set():
         try:
             notice = ask()
-        except (
-            OSError,
-            ValueError,
-            RecursionError,
-        ):  # no such cloud, a server that is not what it seems, a missed call
+        # No such cloud here, a server that is not what it seems, or one missed call.
+        except (OSError, ValueError, RecursionError):
             notice = None
         else:
             pause_s = POLL_S
@@ -226,10 +224,10 @@ def drain_command(node: Node, notice: Notice) -> list[str]:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}.")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 In the mirror of an object store they are published as soon as they stand here; those of a run go with its saves.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -45,14 +46,13 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a small file; nothing where there is none, or what a machine's end has left of it."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except ValueError:
-        logger.warning("%s is damaged: it is passed over, and written anew when its time comes.", path)
-        return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(path.read_bytes()), dict):
+            return found
+    logger.warning("%s is damaged: it is passed over, and written anew when its time comes.", path)
+    return {}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from rayjob.atomic import write_atomically
+from rayjob.atomic import read_object, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +117,8 @@ def read_spent(run_folder: Path) -> Spent:
 
 
 def _spent_on_cut_rows(run_folder: Path) -> Spent:
-    try:
-        return Spent(**json.loads((run_folder / SPENT_FILE).read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):  # a damaged file only hides what lost steps have cost
-        return Spent(0.0, 0.0)
+    spent = read_object(run_folder / SPENT_FILE)  # a damaged file only hides what lost steps have cost
+    return Spent(spent.get("elapsed_s", 0.0), spent.get("cost_usd", 0.0))
 
 
 def read_metrics(run_folder: Path) -> Iterator[MetricsRow]:

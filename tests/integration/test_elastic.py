@@ -12,6 +12,7 @@ import pytest
 from rayjob.training.feed import open_windows
 from rayjob.training.lone_worker import LoneWorker, lone_process_group
 from rayjob.training.metrics import MetricsRow
+from rayjob.training.schedule import learning_rate
 from rayjob.training.step import StepResult
 from tests import kills
 from tests.integration.jobs import REPOSITORY, Job, wait_until
@@ -90,6 +91,9 @@ def test_run_of_4_then_2_then_3_then_4_workers_takes_the_steps_of_the_fixed_run(
             driver.kill()
             driver.wait()
     assert_same_steps(job.rows(), fixed_run(job, len(job.rows())), changes)
+    optimizer, n_steps = job.config.optimizer, job.config.train.max_steps
+    assert n_steps
+    assert [row.lr for row in job.rows()] == [learning_rate(optimizer, i, n_steps) for i in range(len(job.rows()))]
     assert job.status()["restarts"] == 3
     # Growing is announced, so nothing is done twice: only the loss of nodes cost steps.
     grown = re.findall(r"change to (\d) workers at step (\d+), saved step (\d+)", job.log.read_text())

@@ -28,7 +28,7 @@ def test_error_names_the_file_that_was_to_be_written(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("content", "is_told"),
-    [(b'{"a": 1}', False), (None, False), (b"", True), (b'{"a"', True), (b"\0\xff", True), (b"[1]", False)],
+    [(b'{"a": 1}', False), (None, False), (b"", True), (b'{"a"', True), (b"\0\xff", True), (b"[1]", True)],
 )
 def test_object_that_is_damaged_is_passed_over_and_told(
     tmp_path: Path, content: bytes | None, is_told: bool, caplog: pytest.LogCaptureFixture

@@ -197,7 +197,7 @@ def test_time_that_is_none_is_refused_at_once(seconds: str, capsys: pytest.Captu
     with pytest.raises(SystemExit) as ended:
         spot.main(["--grace-s", seconds])
     assert ended.value.code == 2
-    assert repr(seconds) in capsys.readouterr().err
+    assert f"expected seconds above 0, got {seconds!r}" in capsys.readouterr().err
 
 
 def test_addresses_of_the_metadata_servers_can_be_set() -> None:
