@@ -4,8 +4,9 @@
 
 1. Without a checkpoint, one of the reference model's size is made with random weights: speed does not depend on them.
 2. Every engine gets the same prompts of 64 tokens, `concurrency` of them at once, and makes 128 tokens for each,
-   greedily, EOS ignored. Engines take turns, so that a change of the machine's speed meets all of them, and one has
-   the CPUs for itself: the pools of threads of two in one process slow both.
+   greedily, EOS ignored. Engines take turns, so that a change of the machine's speed meets all of them, and end with
+   their turn, as far as they can: threads that stay in the process slow ours (`serving/engine/own_thread.py`), and
+   with peers in it ours is measured at about half of what it does alone (`--no_peers`).
 3. Peers: transformers' generate in bf16, and CTranslate2 (int8) where it is installed.
 4. The time to the first token is that of one request on an idle engine.
 5. Tokens per CPU second count the time of all threads: with `--threads 1` a busy machine does not distort them.

@@ -22,8 +22,10 @@ def config(tmp_path: Path) -> JobConfig:
     return load_config(None, [*TINY, f"storage={tmp_path}"])
 
 
-def test_trace_is_what_perfetto_reads_and_names_the_operators(config: JobConfig) -> None:
-    found = profile_steps(config, n_steps=2)
+def test_trace_is_what_perfetto_reads_and_names_the_operators(tmp_path: Path) -> None:
+    # Wide enough for its products to outweigh the many small operators of a step.
+    wide = ["model.d_model=256", "model.d_ff=1024", "model.max_seq_len=64"]
+    found = profile_steps(load_config(None, [*TINY, *wide, f"storage={tmp_path}"]), n_steps=2)
     with gzip.open(found.trace) as file:
         events = json.load(file)["traceEvents"]
     names = [event.get("name") for event in events if event.get("ph") == "X"]
