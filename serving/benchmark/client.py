@@ -5,6 +5,7 @@ Parsing is kept to what the times need: client and server often share the cores 
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,7 @@ class Measurement:
         return (self.last_at_s - self.first_at_s) / (self.completion_tokens - 1)
 
 
-async def measure(session: aiohttp.ClientSession, target: Target, prompt: str) -> Measurement:
+async def measure(session: aiohttp.ClientSession, target: Target, prompt: str | Sequence[int]) -> Measurement:
     """Sends one request, reads its stream to the end and returns what happened; the server's faults do not raise."""
     measured = Measurement(time.perf_counter())
     body = {**target.body, "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}}

@@ -294,7 +294,7 @@ class Engine:
         except Exception:
             return self._failure(sequence)
         sequence.is_done = delta.finish_reason is not None
-        return sequence.request, IndexedDelta(sequence.index, delta)
+        return sequence.request, IndexedDelta(sequence.index, delta, time.monotonic())
 
     def _failure(self, sequence: EngineSequence) -> tuple[RequestStream, Event]:
         """Ends a sequence whose exception is being handled."""

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 
 from serving.engine.sequence import Delta, PromptScores
@@ -18,10 +19,11 @@ class RequestCancelled(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class IndexedDelta:
-    """A delta and the sequence of the request that it belongs to."""
+    """A delta, the sequence of the request that it belongs to, and when it was made in `time.monotonic()`."""
 
     index: int
     delta: Delta
+    made_at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,10 @@ class RequestStream:
         self.started_at_s: float | None = None
         self.prompt_scores: list[PromptScores | None] = [None] * num_sequences
         self.loop = asyncio.get_running_loop()
-        self._unfinished = num_sequences
+        self._to_come = num_sequences  # sequences whose last event is still to be put,
+        self._unfinished = num_sequences  # and to be taken
+        self._has_ended = asyncio.Event()
+        self._failure: RuntimeError | None = None
         self._is_cancelled = threading.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -63,15 +68,37 @@ class RequestStream:
             RequestCancelled: `cancel` was called.
         """
         while self._unfinished:
-            event = await self._events.get()
-            if isinstance(event, RuntimeError):
-                raise event
-            if isinstance(event, IndexedDelta):
-                self._unfinished -= event.delta.finish_reason is not None
-                return event
-            self.prompt_scores[event.index] = event.scores
-            self._unfinished -= event.is_last
+            delta = self._take(await self._events.get()) if self._failure is None else None
+            if self._failure is not None:
+                raise self._failure
+            if delta is not None:
+                return delta
         raise StopAsyncIteration
+
+    def ready(self) -> list[IndexedDelta]:
+        """Takes the deltas that are there already; a failure among them is raised by the next `anext`."""
+        deltas = []
+        while self._unfinished and self._failure is None and not self._events.empty():
+            if (delta := self._take(self._events.get_nowait())) is not None:
+                deltas.append(delta)
+        return deltas
+
+    async def wait_end(self, until_s: float) -> None:
+        """Waits until nothing more will come, or until a time of the event loop."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
+                await self._has_ended.wait()
+
+    def _take(self, event: Event) -> IndexedDelta | None:
+        """Notes what an event says, and returns it if it is a delta."""
+        if isinstance(event, RuntimeError):
+            self._failure = event
+            return None
+        self._unfinished -= _is_last(event)
+        if isinstance(event, IndexedDelta):
+            return event
+        self.prompt_scores[event.index] = event.scores
+        return None
 
     @property
     def is_cancelled(self) -> bool:
@@ -90,6 +117,14 @@ class RequestStream:
     def put(self, event: Event) -> None:
         """Adds an event; only in the thread of the consumer's event loop."""
         self._events.put_nowait(event)
+        self._to_come -= not isinstance(event, RuntimeError) and _is_last(event)
+        if not self._to_come or isinstance(event, RuntimeError):
+            self._has_ended.set()
+
+
+def _is_last(event: IndexedDelta | IndexedScores) -> bool:
+    """Whether nothing more comes of the event's sequence."""
+    return event.delta.finish_reason is not None if isinstance(event, IndexedDelta) else event.is_last
 
 
 def deliver(events: list[tuple[RequestStream, Event]]) -> None:

@@ -17,9 +17,11 @@ from serving.http.generation import Generation, prepare_generation
 from serving.http.metrics import Metrics
 from serving.http.schemas import GenerateRequest
 from serving.http.service import Service
-from serving.http.streaming import EventStream, next_delta, watch_disconnect, with_pings
+from serving.http.streaming import EventStream, bursts, next_delta, watch_disconnect
 
 logger = logging.getLogger(__name__)
+
+PING = ": ping\n\n"
 
 
 async def respond(service: Service, request: Request, checked: GenerateRequest, answer: AnswerFormat) -> Response:
@@ -78,16 +80,20 @@ class Exchange:
     async def whole(self) -> Response:
         """Returns the answer once all deltas are there."""
         while (delta := await next_delta(self.stream, self.deadline_s)) is not None:
-            self.generation.add(delta)
+            for one in (delta, *self.stream.ready()):
+                self.generation.add(one)
+            await self.stream.wait_end(self.deadline_s)  # nobody reads before
         return Response(self.answer.whole(self.generation, self.stream), media_type="application/json")
 
     async def events(self, first: IndexedDelta | None) -> AsyncGenerator[str, None]:
-        """Yields the events of a stream whose first delta is there already; a fault becomes the last event."""
+        """Yields the events of a stream whose first delta is there already, as many at a time as are there.
+
+        A fault becomes the last event.
+        """
         try:
-            async for delta in with_pings(self.stream, first, self.deadline_s):
-                yield ": ping\n\n" if delta is None else _event(self.answer.event(self.generation, delta))
-            for event in self.answer.closing(self.generation, self.stream):
-                yield _event(event)
+            async for burst in bursts(self.stream, first, self.deadline_s):
+                yield "".join(_event(self.answer.event(self.generation, delta)) for delta in burst) or PING
+            yield "".join(map(_event, self.answer.closing(self.generation, self.stream)))
         except ApiError as error:
             self.metrics.count_error(error.code)
             yield _event(error.body())

@@ -1,7 +1,6 @@
 """A request between its checked form and its answer: prompts become tokens, and deltas are collected."""
 
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +19,7 @@ class Generation:
 
     Attributes:
         prompt_scores: The engine's, by sequence; see `RequestStream`.
-        spans_s: When each sequence's first and last delta came, in the time of `time.monotonic()`.
+        spans_s: When each sequence's first and last delta were made, in the time of `time.monotonic()`.
     """
 
     request: GenerateRequest
@@ -67,7 +66,7 @@ class Generation:
 
     def add(self, event: IndexedDelta) -> str:
         """Keeps a delta and returns its text; with `echo` a sequence's first one begins with the prompt."""
-        self.last_delta_at_s = time.monotonic()
+        self.last_delta_at_s = event.made_at_s
         self.first_delta_at_s = self.first_delta_at_s or self.last_delta_at_s
         is_first = not self.deltas[event.index]
         self.spans_s[event.index][0 if is_first else 1] = self.last_delta_at_s

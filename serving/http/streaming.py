@@ -75,26 +75,26 @@ async def next_delta(stream: RequestStream, deadline_s: float) -> IndexedDelta |
         raise _too_late() from None
 
 
-async def with_pings(
+async def bursts(
     stream: RequestStream, delta: IndexedDelta | None, deadline_s: float
-) -> AsyncGenerator[IndexedDelta | None, None]:
-    """Yields `delta` and those after it, and None whenever the next one takes longer than a ping may.
+) -> AsyncGenerator[list[IndexedDelta], None]:
+    """Yields `delta` and those after it, all that are there at a time, and an empty list whenever a ping is due.
 
     Raises:
         ApiError: As `next_delta`.
     """
     loop = asyncio.get_running_loop()
     while delta is not None:
-        yield delta
+        yield [delta, *stream.ready()]
         while True:
             try:
-                # One timer for ping and deadline: there are as many of them as tokens.
+                # One timer for ping and deadline: there are as many of them as bursts.
                 delta = await _next_before(stream, min(loop.time() + PING_INTERVAL_S, deadline_s))
                 break
             except TimeoutError:
                 if loop.time() >= deadline_s:
                     raise _too_late() from None
-                yield None
+                yield []
 
 
 async def _next_before(stream: RequestStream, until_s: float) -> IndexedDelta | None:

@@ -1,33 +1,33 @@
-"""Tokens per second of the bare engine against other engines on the same weights, as one JSON line.
+"""Tokens per second through HTTP and of the bare engine against other engines on the same weights, as one JSON line.
 
     python -m tests.bench.bench_engine [--checkpoint FOLDER] [--concurrency 1 8 64] [--tokens 128] [--repeats 3]
 
 1. Without a checkpoint, one of the reference model's size is made with random weights: speed does not depend on them.
 2. Every engine gets the same prompts of 64 tokens, `concurrency` of them at once, and makes 128 tokens for each,
-   greedily, EOS ignored. Engines take turns, so that a change of the machine's speed meets all of them, and end with
-   their turn, as far as they can: threads that stay in the process slow ours (`serving/engine/own_thread.py`), and
-   with peers in it ours is measured at about half of what it does alone (`--no_peers`).
-3. Peers: transformers' generate in bf16, and CTranslate2 (int8) where it is installed.
-4. The time to the first token is that of one request on an idle engine.
-5. Tokens per CPU second count the time of all threads: with `--threads 1` a busy machine does not distort them.
+   greedily, EOS ignored. Prefill and, where there is one, the HTTP client count.
+3. Engines take turns, so that a change of the machine's speed meets all of them. A turn has a process of its own and
+   the machine for itself: threads of one engine slow another (`serving/engine/own_thread.py`), and so does an idle Ray.
+4. Peers: transformers' generate in bf16; CTranslate2 (int8) where it is installed; llama.cpp's server (q8_0) from the
+   folder that `--llama_cpp` names. The first two are called as libraries, which spares them HTTP.
+5. The time to the first token is that of one request of one token on the idle engine.
 
-Run it on an idle machine. Nothing here starts Ray or HTTP.
+Run it on an idle machine.
 """
 
 import argparse
-import asyncio
 import importlib.util
 import json
+import multiprocessing
 import os
+import platform
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,45 +38,48 @@ from model.checkpoint_writer import save_checkpoint
 from model.config import ModelConfig
 from model.llama import Llama
 from model.normalizer import Normalizer
-from model.sampling import SamplingParams
 from model.tokenizer import Tokenizer, train_tokenizer
-from serving.engine.engine import Engine
-from serving.engine.loading import ServedModel, load_served_model
-from serving.engine.own_thread import in_own_thread
-from serving.engine.sequence import SequenceSpec
+from tests.bench.serving_engines import ENGINES, Decode, Prompts, Setup
 
-Prompts = list[tuple[int, ...]]
-Decode = Callable[[Prompts], None]
-Turn = Callable[[], AbstractContextManager[Decode]]
-GREEDY = SamplingParams(temperature=0.0)
+N_FIRST_TOKENS = 11
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an engine did in one turn: tokens per second by concurrency, and the median time to the first token."""
+
+    tokens_per_s: dict[int, float]
+    ttft_ms: float
 
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_num_threads(args.threads)  # of every thread that begins after this
     with tempfile.TemporaryDirectory() as scratch:
-        folder = (
-            resolve_checkpoint(args.checkpoint)
-            if args.checkpoint
-            else in_own_thread(lambda: make_checkpoint(Path(scratch)))
-        )
-        served = load_served_model(folder)
-        rates = measure(make_engines(served, folder, Path(scratch), args), args)
-        ttft_ms = {dtype: measure_ttft_ms(partial(our_engine, served, dtype, args, 1), args) for dtype in args.dtypes}
-    print(json.dumps(report(args, rates, ttft_ms)))
+        folder = resolve_checkpoint(args.checkpoint) if args.checkpoint else make_checkpoint(Path(scratch))
+        setup = Setup(folder, max(args.concurrency), args.threads, args.llama_cpp)
+        turns = take_turns(setup, args)
+    print(json.dumps(report(turns, args)))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint or run folder; random weights if absent")
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), help="default: all that are at hand")
+    parser.add_argument("--llama_cpp", type=Path, help="source folder of llama.cpp with build/bin/llama-server")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--prompt_tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="tokens to make for each prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["float32", "bfloat16", "int8"])
-    parser.add_argument("--no_peers", action="store_true", help="measure our engine alone")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.engines = args.engines or [name for name in ENGINES if is_at_hand(name, args.llama_cpp)]
+    return args
+
+
+def is_at_hand(name: str, llama_cpp: Path | None) -> bool:
+    if name.startswith("ctranslate2"):
+        return importlib.util.find_spec("ctranslate2") is not None
+    return llama_cpp is not None or not name.startswith("llama_cpp")
 
 
 def make_checkpoint(scratch: Path) -> Path:
@@ -97,153 +100,72 @@ def make_checkpoint(scratch: Path) -> Path:
     )
 
 
-def make_engines(served: ServedModel, folder: Path, scratch: Path, args: argparse.Namespace) -> dict[str, Turn]:
-    engines: dict[str, Turn] = {
-        f"engine_{dtype}": partial(our_engine, served, dtype, args, args.tokens) for dtype in args.dtypes
-    }
-    if not args.no_peers:
-        engines["transformers_bfloat16"] = partial(nullcontext, transformers_engine(folder, args))
-        if importlib.util.find_spec("ctranslate2"):
-            engines["ctranslate2_int8"] = ctranslate2_engine(folder, scratch, args)
-    return engines
+def take_turns(setup: Setup, args: argparse.Namespace) -> dict[str, list[Turn]]:
+    """Lets each engine have `repeats` turns, one after another."""
+    turns: dict[str, list[Turn]] = {name: [] for name in args.engines}
+    for repeat in range(args.repeats):
+        for name in args.engines:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                turn = process.submit(take_turn, name, setup, args.concurrency, args.prompt_tokens, args.tokens, repeat)
+                turns[name].append(turn.result())
+            print(name, turns[name][-1], file=sys.stderr, flush=True)
+    return turns
 
 
-@contextmanager
-def our_engine(served: ServedModel, dtype: str, args: argparse.Namespace, n_tokens: int) -> Iterator[Decode]:
-    """An engine of ours that is gone with its threads before another has its turn."""
-    engine = Engine(
-        served, num_slots=max(args.concurrency), max_waiting=0, dtype=getattr(torch, dtype), num_threads=args.threads
-    )
-    try:
-        yield lambda prompts: asyncio.run(decode_all(engine, prompts, n_tokens))
-    finally:
-        engine.close()
-        engine.join()
-
-
-async def decode_all(engine: Engine, prompts: Prompts, n_tokens: int) -> None:
-    """Decodes one request per prompt at the same time."""
-
-    async def consume(prompt: tuple[int, ...]) -> None:
-        count = 0
-        async for _ in engine.submit([SequenceSpec(prompt, n_tokens, seed=0, params=GREEDY, ignore_eos=True)]):
-            count += 1
-        assert count == n_tokens
-
-    await asyncio.gather(*map(consume, prompts))
-
-
-def transformers_engine(folder: Path, args: argparse.Namespace) -> Decode:
-    from transformers import LlamaForCausalLM
-
-    model = in_own_thread(lambda: LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval())
-
-    def generate(prompts: Prompts) -> None:
-        inputs = torch.tensor(prompts)
-        with torch.inference_mode():
-            outputs = model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                min_new_tokens=args.tokens,
-                max_new_tokens=args.tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        assert outputs.shape == (len(prompts), inputs.shape[1] + args.tokens)
-
-    # A pool of threads that stayed would slow whoever decodes next.
-    return lambda prompts: in_own_thread(lambda: generate(prompts))
-
-
-def ctranslate2_engine(folder: Path, scratch: Path, args: argparse.Namespace) -> Turn:
-    import ctranslate2
-
-    converted = scratch / "ctranslate2"
-    converter = ctranslate2.converters.TransformersConverter(str(folder))
-    in_own_thread(lambda: converter.convert(str(converted), quantization="int8"))
-    pieces = json.loads((converted / "vocabulary.json").read_text())
-
-    @contextmanager
-    def turn() -> Iterator[Decode]:
-        generator = ctranslate2.Generator(str(converted), device="cpu", intra_threads=args.threads, inter_threads=1)
-
-        def decode(prompts: Prompts) -> None:
-            results = generator.generate_batch(
-                [[pieces[token] for token in prompt] for prompt in prompts],
-                max_length=args.tokens,
-                min_length=args.tokens,
-                sampling_topk=1,
-                include_prompt_in_result=False,
-            )
-            assert all(len(result.sequences_ids[0]) == args.tokens for result in results)
-
-        yield decode
-        generator.unload_model()
-
-    return turn
+def take_turn(
+    name: str, setup: Setup, concurrency: Sequence[int], prompt_tokens: int, new_tokens: int, seed: int
+) -> Turn:
+    """Measures one engine; runs in a process of its own."""
+    rng = random.Random(seed)
+    with ENGINES[name](setup) as decode:
+        decode(random_prompts(rng, setup.most_sequences, prompt_tokens), 2)  # sets things up, at the full size
+        first = [seconds(decode, random_prompts(rng, 1, prompt_tokens), 1) for _ in range(N_FIRST_TOKENS)]
+        rates = {
+            count: count * new_tokens / seconds(decode, random_prompts(rng, count, prompt_tokens), new_tokens)
+            for count in concurrency
+        }
+    return Turn(rates, 1000 * statistics.median(first))
 
 
 def random_prompts(rng: random.Random, count: int, length: int) -> Prompts:
     return [tuple(rng.randrange(3, 250) for _ in range(length)) for _ in range(count)]
 
 
-def measure(engines: dict[str, Turn], args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the median tokens per second and per CPU second by engine and concurrency, prefill included."""
-    rng = random.Random(0)
-    rates: dict[str, Any] = {"tokens_per_s": defaultdict(dict), "tokens_per_cpu_s": defaultdict(dict)}
-    for concurrency in args.concurrency:
-        by_wall: defaultdict[str, list[float]] = defaultdict(list)
-        by_cpu: defaultdict[str, list[float]] = defaultdict(list)
-        for _ in range(args.repeats):
-            prompts = random_prompts(rng, concurrency, args.prompt_tokens)
-            for name, turn in engines.items():
-                with turn() as decode:
-                    decode(random_prompts(rng, 1, args.prompt_tokens))  # the first call sets things up
-                    started_s, started_cpu_s = time.perf_counter(), time.process_time()
-                    decode(prompts)
-                    by_wall[name].append(concurrency * args.tokens / (time.perf_counter() - started_s))
-                    by_cpu[name].append(concurrency * args.tokens / (time.process_time() - started_cpu_s))
-                print(
-                    f"{name} at {concurrency}: {by_wall[name][-1]:.1f} tokens/s, {by_cpu[name][-1]:.1f} per CPU second",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        for name in engines:
-            rates["tokens_per_s"][name][concurrency] = round(statistics.median(by_wall[name]), 1)
-            rates["tokens_per_cpu_s"][name][concurrency] = round(statistics.median(by_cpu[name]), 1)
-    return rates
+def seconds(decode: Decode, prompts: Prompts, new_tokens: int) -> float:
+    started_s = time.perf_counter()
+    decode(prompts, new_tokens)
+    return time.perf_counter() - started_s
 
 
-def measure_ttft_ms(turn: Turn, args: argparse.Namespace) -> float:
-    """Returns the median time to the first token of one request at a time."""
-    rng, times_s = random.Random(1), []
-    with turn() as decode:
-        for _ in range(12):
-            prompts = random_prompts(rng, 1, args.prompt_tokens)
-            started_s = time.perf_counter()
-            decode(prompts)
-            times_s.append(time.perf_counter() - started_s)
-    return round(statistics.median(times_s[2:]) * 1000, 1)
-
-
-def report(args: argparse.Namespace, rates: dict[str, Any], ttft_ms: dict[str, float]) -> dict[str, Any]:
+def report(turns: dict[str, list[Turn]], args: argparse.Namespace) -> dict[str, Any]:
+    """Returns medians over the turns, and the first engine's rate over that of each other, turn by turn."""
+    first, *others = turns
     return {
-        **rates,
-        "ratio": ratios(rates["tokens_per_s"], args),
-        "cpu_ratio": ratios(rates["tokens_per_cpu_s"], args),
-        "ttft_ms": ttft_ms,
+        "tokens_per_s": {
+            name: {count: median(turn.tokens_per_s[count] for turn in taken) for count in args.concurrency}
+            for name, taken in turns.items()
+        },
+        f"ratio_of_{first}": {
+            name: {
+                count: median(
+                    ours.tokens_per_s[count] / theirs.tokens_per_s[count]
+                    for ours, theirs in zip(turns[first], turns[name], strict=True)
+                )
+                for count in args.concurrency
+            }
+            for name in others
+        },
+        "ttft_ms": {name: median(turn.ttft_ms for turn in taken) for name, taken in turns.items()},
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.tokens,
         "threads": args.threads,
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs",
         "torch": torch.__version__,
     }
 
 
-def ratios(rates: dict[str, dict[int, float]], args: argparse.Namespace) -> dict[str, dict[int, float]]:
-    """Returns our first dtype's rate over that of each peer."""
-    ours = rates[f"engine_{args.dtypes[0]}"]
-    peers = {name: by for name, by in rates.items() if not name.startswith("engine_")}
-    return {name: {c: round(ours[c] / rate, 2) for c, rate in by.items()} for name, by in peers.items()}
+def median(values: Any) -> float:
+    return round(statistics.median(values), 2)
 
 
 if __name__ == "__main__":
