@@ -22,8 +22,11 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 DeviceFailed = torch.AcceleratorError
 """A GPU's error that stays: after it every call of the process fails, also for requests that are sound."""
 
+LEAST_ROWS = 4
+"""A row's result must not depend on how many others there are. The libraries' products of fewer than four rows of floats
+take another way, which sums in another order; from four on a row comes out the same, bit for bit, at every width."""
 PREFILL_STEP = 8
-"""Prefills compute multiples of so many tokens; the reason is that of `_width`, where 5, 6, 7 and 9 differ too."""
+"""Prefills compute multiples of so many tokens; the reason is that of `LEAST_ROWS`, where 5, 6, 7 and 9 differ too."""
 
 
 class Runner:
@@ -37,6 +40,7 @@ class Runner:
         self._rotary = model.model.rotary
         self._device = self._weights.embedding.device
         self._attention_dtype = torch.bfloat16 if is_int8 else dtype
+        self._least_rows = 1 if is_int8 else LEAST_ROWS
         self._cache = SlotCache(model.config, num_slots, self._attention_dtype, self._device)
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -58,12 +62,12 @@ class Runner:
         last = [end - 1 for end, piece in zip(ends, pieces, strict=True) if piece.is_last]
         if not last:
             return hidden.new_empty((0, self.config.vocab_size))
-        return product(hidden[last + last[:1] * (_width(len(last)) - len(last))], self._weights.head)[: len(last)]
+        return product(hidden[last + last[:1] * (self._width(len(last)) - len(last))], self._weights.head)[: len(last)]
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Computes one token in each of the first B rows at its position; returns the logits (B, V) after it."""
-        padding = [0] * (_width(len(tokens)) - len(tokens))
+        padding = [0] * (self._width(len(tokens)) - len(tokens))
         attend = self._cache.decode(positions, len(padding))
         hidden = self._forward([*tokens, *padding], [*positions, *padding], attend)
         return product(hidden, self._weights.head)[: len(tokens)]
@@ -71,7 +75,8 @@ class Runner:
     def _forward(self, tokens: Sequence[int], positions: Sequence[int], attend: Attention) -> Tensor:
         """Returns the last hidden states (N, D), normed."""
         weights = self._weights
-        rotation = self._rotary(torch.tensor(positions, device=self._device))
+        cos, sin = self._rotary(torch.tensor(positions, device=self._device))  # (N, 1, E/2), fp32
+        rotation = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         x = F.embedding(torch.tensor(tokens, device=self._device), weights.embedding)  # (N, D)
         for index, layer in enumerate(weights.layers):
             q, k, v = self._project(self._norm(x, layer.attention_norm), layer, rotation)
@@ -88,6 +93,10 @@ class Runner:
         qk = _rotate(heads[:, : H + K], *rotation).to(self._attention_dtype)
         return qk[:, :H], qk[:, H:], heads[:, H + K :].to(self._attention_dtype)
 
+    def _width(self, num_rows: int) -> int:
+        """Returns the number of rows, a power of two, at which so many are computed."""
+        return max(1 << (num_rows - 1).bit_length(), self._least_rows)
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm as the model computes it: in fp32, cast, then scaled."""
         x_fp32 = x.float()
@@ -95,16 +104,12 @@ class Runner:
         return weight * normed.to(x.dtype)
 
 
-def _width(num_rows: int) -> int:
-    """Returns the number of rows, a power of two, at which so many are computed.
-
-    A row's result must not depend on how many others there are. The libraries' products of fewer than four rows take
-    another way, which sums in another order; from four on a row comes out the same, bit for bit, at every width.
-    """
-    return max(1 << (num_rows - 1).bit_length(), 4)
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x (N, heads, E) turned by the angles (N, 1, E/2), fp32; halves paired as in Hugging Face."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Returns x (N, heads, E) turned by angles, in fp32; halves paired as in Hugging Face.
+
+    Args:
+        cos: Of the angles (N, 1, E/2), twice.
+        sin: Of the angles, the first time negative.
+    """
+    x = x.float()
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, dims=-1).mul_(sin))
