@@ -23,8 +23,9 @@ DeviceFailed = torch.AcceleratorError
 """A GPU's error that stays: after it every call of the process fails, also for requests that are sound."""
 
 LEAST_ROWS = 4
-"""A row's result must not depend on how many others there are. The libraries' products of fewer than four rows of floats
-take another way, which sums in another order; from four on a row comes out the same, bit for bit, at every width."""
+"""A row's result must not depend on how many others there are. The libraries' products of fewer than four rows of
+floats take another way, which sums in another order; from four on a row comes out the same, bit for bit, at every
+width. Sums of integers are exact."""
 PREFILL_STEP = 8
 """Prefills compute multiples of so many tokens; the reason is that of `LEAST_ROWS`, where 5, 6, 7 and 9 differ too."""
 
