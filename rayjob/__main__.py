@@ -36,12 +36,12 @@ logger = logging.getLogger("rayjob")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    args = _parser().parse_args(arguments)
+    args = _parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         if args.command == "show-window":
             return _show_windows(args)
-        return _run(args, _load_config(args, args.overrides))
+        return _run(args, _load_config(args, args.words))
     except (ConfigError, CorpusError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return BAD_USAGE
@@ -53,6 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         logger.error("%s. Every file of a run is written under `storage`: make room, or choose another folder.", error)
         return FAILED
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line; words may stand anywhere among the options, which argparse alone refuses."""
+    parser = _parser()
+    args, left = parser.parse_known_args(arguments)
+    if unknown := [word for word in left if word.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.words += left
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,10 +84,10 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--config", type=Path, metavar="FILE", help="YAML; see rayjob/configs/")
         if name == "show-window":
-            command.add_argument("ids", nargs="+", metavar="ID", help="window ids, and KEY=VALUE as elsewhere")
+            command.add_argument("words", nargs="+", metavar="ID", help="window ids, and KEY=VALUE as elsewhere")
             command.add_argument("--split", choices=("train", "val"), default="train", help="side of the corpus")
         else:
-            command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted key and YAML value")
+            command.add_argument("words", nargs="*", metavar="KEY=VALUE", help="dotted key and YAML value")
         if name in ("status", "plan", "profile", "show-config", "show-window"):
             command.add_argument("--json", action="store_true", help="one JSON object on one line")
         if name == "eval":
@@ -149,8 +159,8 @@ def _show_windows(args: argparse.Namespace) -> int:
     from rayjob.commands import show_windows
     from rayjob.corpus.blocks import BlocksError
 
-    config = _load_config(args, [argument for argument in args.ids if "=" in argument])
-    ids = [argument for argument in args.ids if "=" not in argument]
+    config = _load_config(args, [argument for argument in args.words if "=" in argument])
+    ids = [argument for argument in args.words if "=" not in argument]
     if wrong := [argument for argument in ids if not argument.isascii() or not argument.isdigit()]:
         raise ConfigError([f"{argument!r} is no window id: expected a whole number." for argument in wrong])
     try:

@@ -80,7 +80,7 @@ def test_empty_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "holds no text files" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--fast"], ["eval"]])
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--fast"], ["run", "a=1", "--fast", "b=2"], ["eval"]])
 def test_wrong_usage_exits_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -110,6 +110,13 @@ def test_show_config_prints_what_loads_again(tmp_path: Path, capsys: pytest.Capt
     assert shown["seed"] == 5
     assert shown["derived"]["storage_folder"] == str(tmp_path)
     assert shown["derived"]["run_folder"] == str(tmp_path / "runs" / "small")
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show-config", f"storage={tmp_path}", "--config", SMALL, "seed=5", "--json", "run_name=mine"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["seed"] == 5
+    assert shown["derived"]["run_folder"] == str(tmp_path / "runs" / "mine")
 
 
 def test_show_config_of_auto_tells_what_it_will_be_chosen_from(
@@ -164,6 +171,8 @@ def test_parquet_that_cannot_be_used_is_refused_by_name(tmp_path: Path, capsys: 
 def test_window_of_a_corpus_that_is_not_prepared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*TINY, f"storage={tmp_path / 'storage'}", f"data.paths=[{book(tmp_path / 'books', 'a.txt', 99)}]"]
     assert main(["show-window", *settings, "3"]) == 2
+    assert "not prepared: run `prepare`" in capsys.readouterr().err
+    assert main(["show-window", "3", "--split", "val", *settings]) == 2
     assert "not prepared: run `prepare`" in capsys.readouterr().err
     assert main(["show-window", *settings, "5x"]) == 2
     assert "'5x' is no window id" in capsys.readouterr().err
