@@ -119,13 +119,18 @@ def _to_markdown(name: str, sections: Sequence[Section]) -> str:
     for section in sections:
         lines += ["", f"## {section.title}", ""]
         for number, row in enumerate(section.table):
-            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |")
+            lines.append("| " + " | ".join(_in_markdown(cell).replace("|", "\\|") for cell in row) + " |")
             if number == 0:
                 lines.append("|---" + "|---:" * (len(row) - 1) + "|")
-        lines += [f"- {line}" for line in section.lines]
+        lines += [f"- {_in_markdown(line)}" for line in section.lines]
         for caption, text in section.quotes:
-            lines += ["", f"**{caption}**", "", *(f"    {line}" for line in text.split("\n"))]
+            lines += ["", f"**{_in_markdown(caption)}**", "", *(f"    {line}" for line in text.split("\n"))]
     return "\n".join(lines) + "\n"
+
+
+def _in_markdown(text: str) -> str:
+    """Returns text on one line, without the beginning of a tag that a viewer would take for HTML."""
+    return text.replace("<", "&lt;").replace("\n", " ")
 
 
 def _to_html(name: str, sections: Sequence[Section]) -> str:

@@ -76,4 +76,5 @@ def test_card_quotes_text_as_text(tmp_path: Path, corpus: Manifest, tokenizer: T
     assert "&lt;script&gt;" in page or "&lt;" in page
     assert "&lt;odd&gt; | warning" in page
     assert "b\\|c.txt" in markdown
+    assert "&lt;odd> | warning" in markdown
     assert page.count("<h3>") == min(10, corpus.train.windows)
