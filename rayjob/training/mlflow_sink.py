@@ -2,12 +2,14 @@
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from model.checkpoint import best_checkpoint, latest_checkpoint, read_trainer_state
 from model.complete import CheckpointError
+from rayjob.atomic import write_atomically
 from rayjob.config import JobConfig
 from rayjob.config_file import flatten_tree, to_tree
 from rayjob.corpus.card import CARD_FILES
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_VALUE_CHARS = 3_900  # MLflow's own limits: 6,000 for a parameter, 8,000 for a tag, which may hold two values
 _RUN_ID_FILE = "mlflow_run_id"
+_RUN_ID = re.compile("[0-9a-f]{32}")
 _FOUND_MICRO_BATCH = "found.micro_batch_size"  # where `auto` or too little memory chose it
 
 
@@ -33,10 +36,10 @@ def tracking_uri(config: JobConfig) -> str:
 def read_run_id(run_folder: Path) -> str | None:
     """Returns the MLflow run that belongs to a run folder, or None before the first contact.
 
-    Where the file is lost, the newest checkpoint knows.
+    Where the file is lost or damaged, the newest checkpoint knows.
     """
     path = run_folder / _RUN_ID_FILE
-    if path.exists() and (run_id := path.read_text().strip()):
+    if path.exists() and _RUN_ID.fullmatch(run_id := path.read_text(errors="replace").strip()):
         return run_id
     latest = latest_checkpoint(run_folder)
     try:
@@ -70,7 +73,7 @@ class MlflowSink:
             (self._config.storage_folder / "mlflow").mkdir(parents=True, exist_ok=True)
         self._client = MlflowClient(tracking_uri(self._config))
         self._run_id = self._find_run() or self._create_run()
-        (self._run_folder / _RUN_ID_FILE).write_text(self._run_id + "\n")
+        write_atomically(self._run_folder / _RUN_ID_FILE, f"{self._run_id}\n".encode())
         self._client.update_run(self._run_id, status="RUNNING")
         self._log_params()
         self._log_artifact(self._run_folder / "config.yaml")

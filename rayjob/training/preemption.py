@@ -64,6 +64,6 @@ class StopListener:
         try:
             ray.get(signal.wait.remote())
             signal.acknowledge.remote()
-        except ray.exceptions.RayActorError:
+        except ray.exceptions.RayError:  # whatever it is, no request to stop could come through any more
             logger.warning("The driver is gone, so nobody waits for this run any more: it stops after this step.")
         self._requested.set()

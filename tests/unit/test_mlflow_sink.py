@@ -52,6 +52,12 @@ def test_micro_batch_that_was_found_is_a_parameter(tmp_path: Path) -> None:
     assert run.data.metrics["speed/micro_batch_size"] == 24
 
 
+@pytest.mark.parametrize("left", [b"", bytes(32), b"\xff\xfe", b"0123abcd"])
+def test_a_run_id_that_a_machines_end_damaged_is_none(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "mlflow_run_id").write_bytes(left)
+    assert read_run_id(tmp_path) is None
+
+
 def test_metrics_do_not_wait_for_an_artifact_store_that_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,7 +76,7 @@ def test_what_is_kept_never_depends_on_folders_beyond_the_step(run: SavedRun) ->
 
 
 def test_document_tells_where_the_checkpoint_came_from(run: SavedRun) -> None:
-    (run.folder / "mlflow_run_id").write_text("f00d\n")
+    (run.folder / "mlflow_run_id").write_text("f00d" * 8 + "\n")
     run.train([2.5])
     document = json.loads((run.folder / "step_00000001" / "trainer" / "state.json").read_text())
     assert document["step"] == 1
@@ -86,7 +86,7 @@ def test_document_tells_where_the_checkpoint_came_from(run: SavedRun) -> None:
     assert document["identity"] == dataclasses.asdict(IDENTITY)
     assert document["run_id"] == run.attempt.run_id
     assert document["attempt"] == run.attempt.id
-    assert document["mlflow_run_id"] == "f00d"
+    assert document["mlflow_run_id"] == "f00d" * 8
     assert document["config"]["run_name"] == "tiny"
     assert document["cost_usd"] == 0.0
     assert RunState.from_json(document) == run.state
