@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 from urllib.parse import urlsplit
 
 import ray
@@ -25,6 +26,8 @@ def connect() -> None:
     """
     if ray.is_initialized():
         return
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # what workers print; colours are noise in a job's log
     address = os.environ.get("RAY_ADDRESS")
     if address:
         _check_answers(address)

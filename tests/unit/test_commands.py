@@ -1,6 +1,7 @@
 """What the commands decide around training, without Ray: who may run, what is refused, which stage stands."""
 
 import json
+import os
 import signal
 import threading
 from pathlib import Path
@@ -120,6 +121,18 @@ def test_sigterm_while_ray_starts_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> 
         assert stop.is_set(), "the handler is the caller's again"
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_workers_lines_are_coloured_only_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection.ray, "init", lambda **_: None)
+    monkeypatch.setenv("RAY_COLOR_PREFIX", "unset")  # so that it is restored afterwards
+    for is_terminal, expected in ((True, None), (False, "0")):
+        monkeypatch.delenv("RAY_COLOR_PREFIX")
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr(connection.sys, "stderr", SimpleNamespace(isatty=lambda answer=is_terminal: answer))
+        connection.connect()
+        assert os.environ.get("RAY_COLOR_PREFIX") == expected
+        monkeypatch.setenv("RAY_COLOR_PREFIX", "unset")
 
 
 def test_address_that_ray_cannot_use_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
