@@ -77,6 +77,7 @@ class TrainConfig:
     max_steps: int | None = None  # replaces `epochs` when set
     precision: Literal["bf16", "fp32"] = "bf16"
     compile: bool | None = None  # torch.compile; None: on GPUs, where it pays
+    allreduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of the gradients between workers; bf16 halves the bytes
     eval_interval: int = 500  # steps; the last step is always evaluated
     grad_clip: float = 1.0
     step_timeout_s: float = 120.0  # a collective that takes longer is a hung worker
@@ -85,6 +86,11 @@ class TrainConfig:
     @property
     def is_compiled(self) -> bool:
         return self.use_gpu if self.compile is None else self.compile
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one parameter's gradient on its way between workers."""
+        return 2 if self.allreduce_dtype == "bf16" else 4
 
     @property
     def min_workers(self) -> int:

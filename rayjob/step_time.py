@@ -1,7 +1,7 @@
 """A model of the time of one optimizer step on N GPUs of a type, for `plan`: compute, all-reduce, update.
 
     compute    = tokens x FLOPs a token / (N x peak x efficiency)
-    all-reduce = 2 (N - 1) / N x 4 bytes x parameters / link       (a ring, gradients in fp32, once a step)
+    all-reduce = 2 (N - 1) / N x 4 bytes x parameters / link       (a ring, once a step; 2 bytes if reduced in bf16)
     exposed    = embedding's share of it + what of the rest is longer than the last backward
     update     = 28 bytes x parameters / memory bandwidth          (AdamW reads 16 bytes a parameter and writes 12)
     step       = compute + exposed + update
@@ -20,7 +20,6 @@ from model.config import ModelConfig
 from rayjob.config import JobConfig
 from rayjob.hardware import Gpu
 
-_GRADIENT_BYTES = 4
 _UPDATE_BYTES = 28
 
 
@@ -47,7 +46,7 @@ def step_time(config: JobConfig, gpu: Gpu, n_gpus: int, efficiency: float) -> St
     model = config.model
     flops = config.tokens_per_step * model.flops_per_token
     compute_s = flops / (n_gpus * gpu.peak_tflops * 1e12 * efficiency)
-    seconds_per_parameter = 2 * (n_gpus - 1) / n_gpus * _GRADIENT_BYTES / (gpu.link_gb_per_s * 1e9)
+    seconds_per_parameter = 2 * (n_gpus - 1) / n_gpus * config.train.gradient_bytes / (gpu.link_gb_per_s * 1e9)
     all_reduce_s = seconds_per_parameter * model.n_params
     embedding_s = seconds_per_parameter * model.vocab_size * model.d_model
     last_backward_s = compute_s / micro_steps(config, n_gpus) * 2 / 3

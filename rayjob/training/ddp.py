@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from model.llama import Llama
@@ -42,9 +43,20 @@ def wrap(model: Llama, train: TrainConfig, device: torch.device) -> Parallel:
         model.compile_layers()
     if dist.get_world_size() == 1:
         return Alone(model, device)
-    return DistributedDataParallel(
+    parallel = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         forward_sync_buffers=False,
     )
+    if train.allreduce_dtype == "bf16":
+        parallel.register_comm_hook(dist.get_world_size(), _reduce_in_bf16)
+    return parallel
+
+
+def _reduce_in_bf16(n_workers: int, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """The mean of a bucket's fp32 gradients over the workers, sent and summed in bf16; torch's own hook wants NCCL."""
+    gradients = bucket.buffer()
+    work = dist.all_reduce(gradients.div(n_workers).bfloat16(), async_op=True)
+    reduced: Future[Tensor] = work.get_future().then(lambda future: gradients.copy_(future.value()[0]))
+    return reduced

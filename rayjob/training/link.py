@@ -74,8 +74,11 @@ def require_link(device: torch.device, limit_s: float) -> None:
     within(limit_s, lambda: _all_reduce_s(torch.ones(1, device=device)), late)
 
 
-def measure_link(n_parameters: int, device: torch.device, limit_s: float) -> Link | None:
+def measure_link(gradient_bytes: int, device: torch.device, limit_s: float) -> Link | None:
     """Returns the speed of the all-reduce between the workers, the same on all of them; None for a lone one.
+
+    Args:
+        gradient_bytes: of all gradients, once a step.
 
     Raises:
         HangError: it takes longer than the limit.
@@ -83,7 +86,6 @@ def measure_link(n_parameters: int, device: torch.device, limit_s: float) -> Lin
     n_workers = dist.get_world_size()
     if n_workers == 1:
         return None
-    gradient_bytes = 4 * n_parameters
     n_bytes = min(max(gradient_bytes, _LEAST_BYTES), _MOST_BYTES if device.type == "cuda" else _MOST_BYTES_ON_CPU)
 
     def measure() -> float:

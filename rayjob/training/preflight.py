@@ -61,7 +61,8 @@ def run_preflight(config: JobConfig, ddp: Parallel, feed: StepFeed, step: int, f
         HangError: the workers' all-reduce or the storage does not answer in time.
     """
     device = ddp.device
-    link = measure_link(config.model.n_params, device, LINK_SHARE * config.train.step_timeout_s)
+    gradient_bytes = config.train.gradient_bytes * config.model.n_params
+    link = measure_link(gradient_bytes, device, LINK_SHARE * config.train.step_timeout_s)
     checks = [_judge_link(link, device)] if link else []
     checks.append(_check_step(config, ddp, feed, step, first_s))
     checks += from_rank_0(_check_storage(config) if dist.get_rank() == 0 else [], device)

@@ -62,7 +62,7 @@ def run_worker(rank: int, n_workers: int, global_batch_size: int, port: int, n_s
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=n_workers)
     config = config_of(n_workers, global_batch_size)
-    link = measure_link(config.model.n_params, CPU, limit_s=60.0)
+    link = measure_link(config.train.gradient_bytes * config.model.n_params, CPU, limit_s=60.0)
     windows = random_windows(config, (N_WARM_UP + n_steps) * global_batch_size)
     worker = LoneWorker(config, windows, CPU, N_WARM_UP + n_steps, n_workers, rank)
     seconds = []

@@ -72,6 +72,8 @@ def test_step_of_many_gpus_is_compute_all_reduce_and_update_by_hand(tmp_path: Pa
     assert step.update_s == pytest.approx(28 * 128_305_920 / 1792e9)
     alone = step_time(config, gpu, 1, efficiency=0.5)
     assert alone.exposed_s == 0
+    compressed = load_config(REFERENCE, [f"storage={tmp_path}", "train.allreduce_dtype=bf16"])
+    assert step_time(compressed, gpu, 4, efficiency=0.5).all_reduce_s == step.all_reduce_s / 2
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)

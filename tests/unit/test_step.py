@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ class Case:
     n_workers: int
     micro_batch_size: int = MICRO
     n_windows: int = 200  # 13 steps an epoch, the last of 8 windows
+    allreduce_dtype: Literal["fp32", "bf16"] = "fp32"
     fault: str = ""  # of the last worker: "data" or "gradient" in step FAULTY, "weight" from then on
 
 
@@ -42,7 +43,7 @@ def run_worker(rank: int, meeting: str, case: Case) -> dict[str, Any]:
     dist.init_process_group("gloo", meeting, rank=rank, world_size=case.n_workers)
     model = Llama(CONFIG)
     model.init_weights(0)
-    ddp = wrap(model, TrainConfig(use_gpu=False), torch.device("cpu"))
+    ddp = wrap(model, TrainConfig(use_gpu=False, allreduce_dtype=case.allreduce_dtype), torch.device("cpu"))
     reduced: list[int] = []
 
     def count(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -50,7 +51,7 @@ def run_worker(rank: int, meeting: str, case: Case) -> dict[str, Any]:
         work = dist.all_reduce(bucket.buffer().div_(case.n_workers), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    if isinstance(ddp, DistributedDataParallel):
+    if isinstance(ddp, DistributedDataParallel) and case.allreduce_dtype == "fp32":
         ddp.register_comm_hook(None, count)
     optimizer = build_optimizer(model, OptimizerConfig())
     stream = np.random.default_rng(1).integers(0, 64, case.n_windows * 16 + 1).astype(np.uint16)
@@ -166,6 +167,16 @@ def test_gradients_are_reduced_once_per_step(four: list[dict[str, Any]]) -> None
     n_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
     # 2 micro-steps a step, and one in the last step of an epoch: without no_sync() it would be twice as many.
     assert all(worker["reduced"] == [n_bytes] * N_STEPS for worker in four)
+
+
+def test_gradients_reduced_in_bf16_are_those_of_fp32_but_for_rounding(four: list[dict[str, Any]]) -> None:
+    rounded = launch(Case(4, allreduce_dtype="bf16"))
+    assert all(worker["norm"] == rounded[0]["norm"] for worker in rounded)
+    assert rounded[0]["norm"] != four[0]["norm"]
+    # The first step's weights are the same. Each gradient is rounded to bf16, by 1/256 at most, once a worker and once
+    # a sum; their errors are independent, so a norm over all of them moves far less.
+    assert rounded[0]["norm"][0] == pytest.approx(four[0]["norm"][0], rel=1 / 256)
+    assert rounded[0]["loss"] == pytest.approx(four[0]["loss"], rel=1e-2)
 
 
 def test_a_wish_of_one_worker_reaches_all_at_the_same_step(four: list[dict[str, Any]]) -> None:
