@@ -19,7 +19,7 @@ class Generation:
 
     Attributes:
         prompt_scores: The engine's, by sequence; see `RequestStream`.
-        spans_s: When each sequence's first and last delta were made, in the time of `time.monotonic()`.
+        spans_s: When each sequence's first and last delta was made, in the time of `time.monotonic()`.
     """
 
     request: GenerateRequest

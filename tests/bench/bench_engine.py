@@ -72,7 +72,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    args.engines = args.engines or [name for name in ENGINES if is_at_hand(name, args.llama_cpp)]
+    at_hand = [name for name in ENGINES if is_at_hand(name, args.llama_cpp)]
+    args.engines = args.engines or at_hand
+    if missing := set(args.engines) - set(at_hand):
+        parser.error(f"not at hand: {', '.join(missing)}. Install ctranslate2; give the folder of llama.cpp.")
     return args
 
 
@@ -138,23 +141,21 @@ def seconds(decode: Decode, prompts: Prompts, new_tokens: int) -> float:
 
 
 def report(turns: dict[str, list[Turn]], args: argparse.Namespace) -> dict[str, Any]:
-    """Returns medians over the turns, and the first engine's rate over that of each other, turn by turn."""
-    first, *others = turns
+    """Returns medians over the turns; every engine of ours by every peer, and Ray Serve's share of the bare engine."""
+
+    def ratios(ours: str, theirs: str) -> dict[int, float]:
+        pairs = list(zip(turns[ours], turns[theirs], strict=True))
+        return {n: median(a.tokens_per_s[n] / b.tokens_per_s[n] for a, b in pairs) for n in args.concurrency}
+
+    ours = [name for name in turns if name.startswith(("http", "bare"))]
+    bare = {name: "bare_" + name.split("_")[1] for name in ours if name.startswith("http")}
     return {
         "tokens_per_s": {
             name: {count: median(turn.tokens_per_s[count] for turn in taken) for count in args.concurrency}
             for name, taken in turns.items()
         },
-        f"ratio_of_{first}": {
-            name: {
-                count: median(
-                    ours.tokens_per_s[count] / theirs.tokens_per_s[count]
-                    for ours, theirs in zip(turns[first], turns[name], strict=True)
-                )
-                for count in args.concurrency
-            }
-            for name in others
-        },
+        "ratio": {name: {peer: ratios(name, peer) for peer in turns if peer not in ours} for name in ours},
+        "serve_share": {name: ratios(name, of) for name, of in bare.items() if of in turns},
         "ttft_ms": {name: median(turn.ttft_ms for turn in taken) for name, taken in turns.items()},
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.tokens,

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -63,14 +63,17 @@ def bare(setup: Setup, *, dtype: str) -> Iterator[Decode]:
     )
     greedy = SamplingParams(temperature=0.0)
 
-    async def consume(n_tokens: int, prompt: tuple[int, ...]) -> None:
+    async def ask(prompt: tuple[int, ...], n_tokens: int) -> None:
         count = 0
         async for _ in engine.submit([SequenceSpec(prompt, n_tokens, seed=0, params=greedy, ignore_eos=True)]):
             count += 1
         assert count == n_tokens
 
+    async def decode(prompts: Prompts, n_tokens: int) -> None:
+        await asyncio.gather(*(ask(prompt, n_tokens) for prompt in prompts))
+
     try:
-        yield lambda prompts, n_tokens: asyncio.run(all_at_once(partial(consume, n_tokens), prompts))
+        yield lambda prompts, n_tokens: asyncio.run(decode(prompts, n_tokens))
     finally:
         engine.close()
         engine.join()
@@ -85,7 +88,7 @@ def http(setup: Setup, *, dtype: str, is_streamed: bool = False) -> Iterator[Dec
     from serving.http.app import build_app
 
     with tempfile.TemporaryDirectory(prefix="bench-ray-", dir="/tmp") as scratch:  # Ray's sockets want a short path
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=scratch)
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=scratch)
         try:
             port = free_port()
             serve.start(http_options={"host": "127.0.0.1", "port": port})
@@ -188,11 +191,6 @@ ENGINES: dict[str, Callable[[Setup], AbstractContextManager[Decode]]] = {
     "ctranslate2_int8": ctranslate2,
     "llama_cpp_q8_0": llama_cpp,
 }
-
-
-async def all_at_once(consume: Callable[[tuple[int, ...]], Awaitable[None]], prompts: Prompts) -> None:
-    """Decodes one request per prompt at the same time."""
-    await asyncio.gather(*map(consume, prompts))
 
 
 def over_http(url: str, *, is_streamed: bool) -> Decode:

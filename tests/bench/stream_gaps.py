@@ -37,20 +37,38 @@ def main() -> int:
     return 0 if report["p99_ratio"] <= 3 else 1
 
 
+class Stream:
+    """A running stream: when each of its tokens came, and whether QUIET_TOKENS are there."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        self.is_under_way = asyncio.Event()
+
+    async def read(self, session: aiohttp.ClientSession, url: str, tokens: list[int]) -> None:
+        body = {"prompt": tokens, "max_new_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
+        async with session.post(url, json=body) as response:
+            async for line in response.content:
+                if b'"token"' in line:
+                    self.times_s.append(time.perf_counter())
+                if len(self.times_s) == QUIET_TOKENS:
+                    self.is_under_way.set()
+
+
 async def measure(url: str, num_streams: int) -> dict[str, float]:
     """Runs both phases against a server of this process."""
     rng = random.Random(0)
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=True) as session:
-        times_s: list[list[float]] = [[] for _ in range(num_streams)]
-        streams = [asyncio.create_task(stream(session, url, prompt(rng, 16), times)) for times in times_s]
-        while min(map(len, times_s)) < QUIET_TOKENS:
-            await asyncio.sleep(0.01)
-        arrived_at_s = time.perf_counter()
-        bodies = [{"prompt": prompt(rng, LONG_TOKENS), "max_new_tokens": 1} for _ in range(LONG_PROMPTS)]
-        await asyncio.gather(*(answer(session, url, body) for body in bodies))
-        answered_at_s = time.perf_counter()
-        await asyncio.gather(*streams)
+        streams = [Stream() for _ in range(num_streams)]
+        async with asyncio.TaskGroup() as group:  # a stream that fails ends the rest
+            for one in streams:
+                group.create_task(one.read(session, url, prompt(rng, 16)))
+            await asyncio.gather(*(one.is_under_way.wait() for one in streams))
+            arrived_at_s = time.perf_counter()
+            bodies = [{"prompt": prompt(rng, LONG_TOKENS), "max_new_tokens": 1} for _ in range(LONG_PROMPTS)]
+            await asyncio.gather(*(answer(session, url, body) for body in bodies))
+            answered_at_s = time.perf_counter()
+    times_s = [one.times_s for one in streams]
     joined = max(times[0] for times in times_s)  # from here on all streams run
     quiet, crowded = gaps_ms(times_s, joined, arrived_at_s), gaps_ms(times_s, arrived_at_s, answered_at_s)
     report = {
@@ -69,15 +87,6 @@ async def measure(url: str, num_streams: int) -> dict[str, float]:
 
 def prompt(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(3, 250) for _ in range(num_tokens)]
-
-
-async def stream(session: aiohttp.ClientSession, url: str, tokens: list[int], times_s: list[float]) -> None:
-    """Notes when each token comes."""
-    body = {"prompt": tokens, "max_new_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
-    async with session.post(url, json=body) as response:
-        async for line in response.content:
-            if b'"token"' in line:
-                times_s.append(time.perf_counter())
 
 
 async def answer(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:

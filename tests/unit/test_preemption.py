@@ -1,12 +1,13 @@
-"""A request to stop that no worker hears, with the actor and the clock faked."""
+"""A request to stop that no worker hears, and a worker that can hear none, with the actor and the clock faked."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from rayjob.training import preemption
-from rayjob.training.preemption import StopRequest
+from rayjob.training.preemption import StopListener, StopRequest
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,17 @@ def test_request_is_given_up_only_when_nobody_hears_it_in_time(
     request = StopRequest(signal)
     now[0] += waited_s
     assert request.is_unheard == is_unheard
+
+
+@pytest.mark.parametrize("error", [ray.exceptions.RayActorError(), ray.exceptions.NodeDiedError("of the driver")])
+def test_a_worker_that_can_hear_no_request_any_more_stops(
+    error: ray.exceptions.RayError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_ref: object) -> None:
+        raise error
+
+    monkeypatch.setattr(preemption.ray, "get", fail)
+    signal: Any = SimpleNamespace(wait=SimpleNamespace(remote=object))
+    listener = StopListener(signal)
+    assert listener._requested.wait(timeout=30.0)
+    assert listener.is_requested
