@@ -101,7 +101,7 @@ def test_kubernetes_runs_a_command_of_the_job_with_as_many_gpus_as_workers(
     words = shlex.split(rayjob["entrypoint"])
     assert words[:3] == ["python", "-m", "rayjob"]
     args = _parser().parse_args(words[3:])
-    config = load_config(REPOSITORY / args.config, args.overrides)
+    config = load_config(REPOSITORY / args.config, args.words)
     assert config.storage == STORAGE
     (container,) = workers["template"]["spec"]["containers"]
     assert workers["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"]) == config.train.num_workers
