@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -64,11 +65,18 @@ def start(settings: Settings, storage: Path) -> None:
             stderr=output,
             start_new_session=True,
         )
-    # It yields to the training: a server that comes back in the middle of a run would slow the steps on few cores.
-    os.setpriority(os.PRIO_PROCESS, server.pid, NICENESS)
+    _yield_cores(server.pid)
     process = processes.look(server.pid)
     facts = {"storage": str(storage), "port": settings.ports["MLFLOW_PORT"]}
     processes.save_record(record_path(settings), [process] if process else [], **facts)
+
+
+def _yield_cores(pid: int) -> None:
+    """Lets a server and what it starts yield to the training: one that comes back in a run would slow its steps."""
+    os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
+    # Where Linux shares the cores by session, a process yields to others of its session only, and this one has its own.
+    with contextlib.suppress(OSError):  # such sharing is not built in
+        Path(f"/proc/{pid}/autogroup").write_text(str(NICENESS))
 
 
 def log_path(settings: Settings) -> Path:

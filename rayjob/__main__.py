@@ -9,6 +9,7 @@ import errno
 import gc
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -39,14 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        if args.command == "show-window":
-            return _show_windows(args)
-        return _run(args, _load_config(args, args.words))
+        code = _show_windows(args) if args.command == "show-window" else _run(args, _load_config(args, args.words))
+        sys.stdout.flush()
+        return code
     except (ConfigError, CorpusError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return BAD_USAGE
     except StoreError as error:
         logger.error("%s What is finished stays here; run the same command again to go on.", error)
+        return FAILED
+    except BrokenPipeError:  # `… | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at the end fails too
         return FAILED
     except OSError as error:
         if error.errno not in _STORAGE_ERRORS:

@@ -17,18 +17,17 @@ from pathlib import Path
 
 import ray
 import ray.train.torch
-import yaml
 from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from model.checkpoint import latest_checkpoint, read_trainer_state
 from model.tokenizer import Tokenizer
-from rayjob.atomic import write_atomically
 from rayjob.config import ConfigError, JobConfig
-from rayjob.config_file import flatten_tree, to_tree
+from rayjob.config_file import to_tree
 from rayjob.corpus.blocks import n_windows
 from rayjob.corpus.prepare import PreparedCorpus
 from rayjob.lease import Fence
+from rayjob.training.config_record import write_config
 from rayjob.training.entry import train_loop
 from rayjob.training.failure import RunFailedError, forget_failure, raise_failure
 from rayjob.training.loop import TrainTask
@@ -120,7 +119,7 @@ def train(
     """
     _check_gpus(config)
     run_folder = config.run_folder
-    _write_config(config)
+    write_config(config)
     forget_failure(run_folder)
     spent = read_spent(run_folder)
     cut_metrics(run_folder, step)  # before anybody follows rows that will be written again
@@ -265,17 +264,6 @@ def _cpus_per_worker(num_workers: int) -> float:
     """Returns a share that leaves a fifth of the cluster to actors that only coordinate or serve."""
     cpus: float = ray.cluster_resources().get("CPU", 1.0)  # type: ignore[no-untyped-call]
     return min(1.0, round(0.8 * cpus / num_workers, 2))
-
-
-def _write_config(config: JobConfig) -> None:
-    """Writes config.yaml of the run, telling what changed since the last attempt."""
-    path = config.run_folder / "config.yaml"
-    if path.exists():
-        before, now = flatten_tree(yaml.safe_load(path.read_text())), flatten_tree(to_tree(config))
-        for key in sorted(before.keys() & now.keys()):
-            if before[key] != now[key]:
-                logger.warning("%s changed since this run was started: %s -> %s", key, before[key], now[key])
-    write_atomically(path, yaml.safe_dump(to_tree(config), sort_keys=False).encode())
 
 
 def _sinks(config: JobConfig, tokens_folder: Path, n_steps: int, step: int) -> list[Sink]:

@@ -92,15 +92,21 @@ class MetricsWriter:
 
 
 def cut_metrics(run_folder: Path, step: int) -> None:
-    """Cuts off the rows beyond `step`, and a torn one, and drops damaged ones; makes the file if there is none."""
+    """Leaves one row for each step up to `step`, and tells what is damaged or missing; makes the file if need be."""
     lines = list(_read_lines(run_folder))
     rows = [row for line in lines if (row := parse_line(line))]
     if n_damaged := sum(not line.startswith(COLUMNS[0]) for line in lines) - len(rows):
         logger.warning("%s had %d damaged rows; they were dropped.", run_folder / METRICS_FILE, n_damaged)
-    kept = [row.to_csv() for row in rows if row.step <= step]
+    kept = {row.step: row for row in reversed(rows) if 0 < row.step <= step}  # the first of a step
+    if n_missing := step - len(kept):
+        logger.warning(
+            "%s lacks %d of its %d rows, the first of step %d. Weights and later rows do not depend on them.",
+            *(run_folder / METRICS_FILE, n_missing, step, min(set(range(1, step + 1)) - kept.keys())),
+        )
     if len(kept) < len(rows):  # before the cut: who cuts may be killed before there is a row that has paid for them
         write_atomically(run_folder / SPENT_FILE, json.dumps(read_spent(run_folder)._asdict()).encode())
-    write_atomically(run_folder / METRICS_FILE, (",".join(COLUMNS) + "\n" + "".join(kept)).encode())
+    table = "".join(kept[step].to_csv() for step in sorted(kept))
+    write_atomically(run_folder / METRICS_FILE, (",".join(COLUMNS) + "\n" + table).encode())
 
 
 class Spent(NamedTuple):

@@ -1,7 +1,10 @@
 """The command line: every problem in one message with exit code 2, before Ray is touched."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -178,3 +181,14 @@ def test_window_of_a_corpus_that_is_not_prepared_is_refused(tmp_path: Path, caps
     assert "'5x' is no window id" in capsys.readouterr().err
     assert main(["show-window", *settings]) == 2
     assert "no window id is given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "show-config"])
+def test_reader_that_has_gone_ends_the_command_quietly(command: str) -> None:
+    """`… | head`: what it prints is short enough to stand in a buffer until the end, or is not."""
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, "-m", "rayjob", command, "--config", SMALL]
+    finished = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (finished.returncode, finished.stderr) == (1, "")

@@ -16,6 +16,7 @@ from rayjob.training.metrics import (
     MetricsRow,
     MetricsWriter,
     Spent,
+    cut_metrics,
     read_metrics,
     read_spent,
 )
@@ -72,7 +73,22 @@ def test_damaged_row_is_dropped_with_a_warning_and_the_others_stay(
     assert [each.step for each in read_metrics(tmp_path)] == [1, 3]
     assert [record.getMessage() for record in caplog.records] == [
         f"{path} had 1 damaged rows; they were dropped.",
+        f"{path} lacks 1 of its 3 rows, the first of step 2. Weights and later rows do not depend on them.",
     ]
+
+
+def test_a_step_that_stands_twice_is_left_once_and_rows_that_are_gone_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / METRICS_FILE
+    cut_metrics(tmp_path, 0)
+    path.write_text(path.read_text() + "".join(row(step).to_csv() for step in (1, 2, 2, -1, 3, 2)))
+    cut_metrics(tmp_path, 3)
+    assert [each.step for each in read_metrics(tmp_path)] == [1, 2, 3]
+    assert not caplog.records
+    path.unlink()
+    cut_metrics(tmp_path, 3)
+    assert f"{path} lacks 3 of its 3 rows, the first of step 1." in caplog.text
 
 
 def test_a_row_whose_write_failed_half_way_is_written_again_in_its_place(
