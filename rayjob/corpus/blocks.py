@@ -10,7 +10,6 @@ time, the machine or the number of tasks.
 """
 
 import hashlib
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rayjob.atomic import write_atomically
+from rayjob.corpus.parts import decode_table, encode_table
 from rayjob.store.fetch import fetch_file
 from rayjob.store.s3 import stored_below
 
@@ -142,10 +141,7 @@ def write_block(path: Path, rows: Sequence[Row], *, unit_hash: str, text_bytes: 
     lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(tokens, type=pa.uint16()))
     schema = SCHEMA.with_metadata({UNIT_KEY: unit_hash.encode(), TEXT_BYTES_KEY: str(text_bytes).encode()})
     table = pa.table([pa.array([row.doc_id for row in rows], pa.string()), lists], schema=schema)
-    buffer = io.BytesIO()
-    # Dictionary and statistics cost space and time and serve queries that nobody makes here.
-    pq.write_table(table, buffer, compression="zstd", compression_level=1, use_dictionary=False, write_statistics=False)
-    content = buffer.getvalue()
+    content = encode_table(table)
     write_atomically(path, content)
     return _describe(path.name, content, len(rows), len(tokens), text_bytes)
 
@@ -154,7 +150,7 @@ def read_finished_block(path: Path, *, unit_hash: str) -> Block | None:
     """The block at `path` if it is whole and was written for this unit, else None."""
     try:
         content = path.read_bytes()
-        table = pq.read_table(io.BytesIO(content))
+        table = decode_table(content)
     except (OSError, pa.ArrowException):
         return None
     facts = table.schema.metadata or {}
@@ -188,7 +184,7 @@ def read_block(folder: Path, block: Block) -> pa.Table:
         raise BlocksError(f"{path} is missing: run prepare again.") from None
     if hashlib.sha256(content).hexdigest() != block.sha256:
         raise BlocksError(f"{path} is not the block that was written: delete it and run prepare again.")
-    return pq.read_table(io.BytesIO(content))
+    return decode_table(content)
 
 
 def missing_blocks(tokens_folder: Path, manifest: Manifest) -> list[Path]:

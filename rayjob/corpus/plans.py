@@ -117,7 +117,7 @@ def make_plan(data: DataConfig, sources: tuple[Source, ...], cache: Path, is_can
         return Plan(list(units), document_facts(sources, catalog))
     files = inspect_files(sources, data.text_column, data.doc_column)
     ranges = [rows for source, file in zip(sources, files, strict=True) for rows in plan_ranges(source, file)]
-    settings = ScanSettings(data.text_column, data.doc_column, str(cache / "scans"))
+    settings = ScanSettings(data.text_column, data.doc_column, data.lowercase, str(cache / "scans"))
     ensure_scanned(ranges, settings, is_cancelled)
     row_catalog = build_row_catalog(ranges, settings, dedup=data.dedup, val_fraction=data.val_fraction)
     row_units = plan_row_units(row_catalog)

@@ -21,7 +21,7 @@ from model.normalizer import Normalizer
 from rayjob.corpus.block_unit import BlockUnit
 from rayjob.corpus.documents import decode_utf8
 from rayjob.corpus.row_catalog import RowCatalog, States
-from rayjob.corpus.rows import RANGE_BYTES, RowRange, read_column
+from rayjob.corpus.rows import RANGE_BYTES, RowRange, read_runs
 from rayjob.corpus.scan import TRAIN, VAL
 from rayjob.corpus.sources import Source
 from rayjob.corpus.text import Text
@@ -53,9 +53,13 @@ class RowUnit(BlockUnit):
         return hashlib.sha256(json.dumps([self.text_column, spans]).encode()).hexdigest()
 
     def texts(self, normalizer: Normalizer) -> Iterator[Text]:
-        for span in self.spans:
-            pieces = [normalizer(text) for text in _read_lines(span.rows, self.text_column)]
-            yield Text(span.doc_id, "".join(pieces), span.is_end)
+        for source, of_source in itertools.groupby(self.spans, key=lambda span: span.rows.source):
+            spans = list(of_source)
+            runs = [(span.rows.first, span.rows.end) for span in spans]
+            pieces = itertools.groupby(read_runs(source, runs, self.text_column), key=lambda piece: piece[0])
+            for span, (_, values) in zip(spans, pieces, strict=True):
+                lines = (decode_utf8(b"\n".join([*each.to_pylist(), b""]))[0] for _, each in values)
+                yield Text(span.doc_id, "".join(map(normalizer, lines)), span.is_end)
 
     def to_json(self) -> str:
         sources = list(dict.fromkeys(span.rows.source for span in self.spans))
@@ -124,8 +128,3 @@ def _document_of(catalog: RowCatalog, first: int, end: int) -> tuple[str | None,
 
 def _holds_kept(states: States) -> bool:
     return bool(np.isin(states, (TRAIN, VAL)).any())
-
-
-def _read_lines(rows: RowRange, column: str) -> Iterator[str]:
-    for values in read_column(rows, column):
-        yield decode_utf8(b"\n".join([*values.to_pylist(), b""]))[0]

@@ -6,6 +6,7 @@ is never opened whole: batches are bounded by bytes, so neither long rows nor la
 
 import functools
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -91,20 +92,49 @@ def read_column(rows: RowRange, column: str) -> Iterator[pa.Array]:
     Raises:
         CorpusError: the pages cannot be read; the file and the rows are named.
     """
+    return (values for _, values in read_runs(rows.source, [(rows.first, rows.end)], column))
+
+
+def read_runs(source: Source, runs: Sequence[tuple[int, int]], column: str) -> Iterator[tuple[int, pa.Array]]:
+    """Yields (run, values) like `read_column`, of several runs of rows [first, end) in order, each row group read once.
+
+    Raises:
+        CorpusError: as `read_column`, also where rows are not there.
+    """
     try:
-        parquet = _open(rows.source, column)
-        starts = [0, *itertools.accumulate(_group_rows(parquet))]
-        groups = [g for g in range(len(starts) - 1) if starts[g] < rows.end and starts[g + 1] > rows.first]
-        row = starts[groups[0]]
+        parquet = _open(source, column)
+        groups, places = _find_runs(parquet, runs)
+        run = row = 0
         for batch in _batches(parquet, groups, column):
-            start, stop = max(rows.first - row, 0), min(rows.end - row, len(batch))
-            if start < stop:
-                yield batch.slice(start, stop - start)
+            while run < len(places) and places[run][0] < row + len(batch):
+                start, stop = places[run][0] - row, places[run][1] - row
+                yield run, batch.slice(max(start, 0), min(stop, len(batch)) - max(start, 0))
+                if stop > len(batch):
+                    break
+                run += 1
             row += len(batch)
-            if row >= rows.end:
+            if run == len(places):
                 return
+        raise IndexError("rows that the footer names are not there")
     except (OSError, pa.ArrowException, IndexError) as error:
-        raise CorpusError([f"{rows.source.path}: {rows.where} cannot be read ({_first_line(error)})."]) from None
+        where = RowRange(source, runs[0][0], runs[-1][1]).where
+        raise CorpusError([f"{source.path}: {where} cannot be read ({_first_line(error)})."]) from None
+
+
+def _find_runs(parquet: pq.ParquetFile, runs: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The row groups that hold runs, and where each run lies among the rows of these groups."""
+    starts = [0, *itertools.accumulate(_group_rows(parquet))]
+    if runs[-1][1] > starts[-1]:
+        raise IndexError(f"it ends after {starts[-1]:,} rows")
+    rows_before: dict[int, int] = {}  # of each group that is read
+    total = 0
+    for first, end in runs:
+        for group in range(bisect_right(starts, first) - 1, bisect_left(starts, end)):
+            if group not in rows_before:
+                rows_before[group] = total
+                total += starts[group + 1] - starts[group]
+    shifts = [rows_before[group] - starts[group] for group in (bisect_right(starts, first) - 1 for first, _ in runs)]
+    return list(rows_before), [(first + by, end + by) for (first, end), by in zip(runs, shifts, strict=True)]
 
 
 def _inspect(source: Source, text_column: str, doc_column: str | None) -> RowFile:

@@ -33,14 +33,15 @@ TRAIN, VAL, EMPTY, BOILERPLATE, DUPLICATE = range(5)
 
 
 class ScanSettings(NamedTuple):
-    """What decides a part beside the file: the columns and where parts lie."""
+    """What decides a part beside the file: the columns, whether rows are put into lower case, and where parts lie."""
 
     text_column: str
     doc_column: str | None
+    lowercase: bool
     folder: str
 
     def part_path(self, rows: RowRange) -> Path:
-        key = [FORMAT, rows.source.sha256, rows.first, rows.end, self.text_column, self.doc_column, PATTERN]
+        key = [FORMAT, rows.source.sha256, rows.first, rows.end, *self[:-1], PATTERN]
         return Path(self.folder) / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.parquet"
 
 
@@ -48,7 +49,7 @@ class ScanPart(NamedTuple):
     """What was seen in a range.
 
     Attributes:
-        hashes: (N,) uint64, of each row's bytes.
+        hashes: (N,) uint64, of each row's bytes, in lower case where the rows will be.
         bytes: (N,) uint32, size of each row and its line break.
         states: (N,) uint8, TRAIN, EMPTY or BOILERPLATE so far.
         documents: (row in the range, document) where a document starts; empty without a doc_column. The first row of
@@ -126,7 +127,7 @@ def _scan_ranges(item: dict[str, Any], settings: ScanSettings) -> dict[str, Any]
 
 
 def _scan_range(rows: RowRange, settings: ScanSettings) -> int:
-    batches = [_scan_batch(batch) for batch in read_column(rows, settings.text_column)]
+    batches = [_scan_batch(batch, settings.lowercase) for batch in read_column(rows, settings.text_column)]
     if not batches or sum(len(batch.hashes) for batch in batches) != rows.end - rows.first:
         raise CorpusError([f"{rows.source.path}: {rows.where} are not all there: it changed or is damaged."])
     sizes, states = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("bytes", "states"))
@@ -159,7 +160,7 @@ class _Batch(NamedTuple):
     boilerplate: Counter[str]
 
 
-def _scan_batch(values: pa.Array) -> _Batch:
+def _scan_batch(values: pa.Array, lowercase: bool) -> _Batch:
     rows = values.fill_null(b"").to_pylist()
     is_boilerplate = find_boilerplate(values).fill_null(False).to_numpy(zero_copy_only=False)
     is_empty = np.fromiter((not row or row.isspace() for row in rows), dtype=bool, count=len(rows))
@@ -167,7 +168,12 @@ def _scan_batch(values: pa.Array) -> _Batch:
     sizes = np.fromiter(map(len, rows), dtype=np.uint32, count=len(rows)) + np.uint32(1)
     lines = Counter(decode_utf8(rows[index])[0].strip() for index in np.flatnonzero(states == BOILERPLATE))
     nuls = np.fromiter((row.count(b"\0") for row in rows), dtype=np.int64, count=len(rows))
-    return _Batch(hash_rows(rows), sizes, states, _invalid_bytes(rows), nuls, lines)
+    hashes = hash_rows([_lower(row) for row in rows] if lowercase else rows)
+    return _Batch(hashes, sizes, states, _invalid_bytes(rows), nuls, lines)
+
+
+def _lower(row: bytes) -> bytes:
+    return row.lower() if row.isascii() else decode_utf8(row)[0].lower().encode()
 
 
 def _invalid_bytes(rows: Sequence[bytes]) -> npt.NDArray[np.int64]:

@@ -112,6 +112,7 @@ def _newest_sound(run_folder: Path) -> tuple[Path | None, dict[Path, CheckpointE
     for folder in reversed(checkpoint_folders(run_folder)):
         try:
             verify_checkpoint(folder)
+            _check_step(folder)
             _check_run_id(folder, known_ids)
         except CheckpointError as error:
             rejected[folder] = error
@@ -131,6 +132,12 @@ def _older_of_another_run(run_folder: Path, newest: Path) -> dict[Path, Checkpoi
             except CheckpointError:  # damaged, which matters when it is to be used
                 continue
     return found
+
+
+def _check_step(folder: Path) -> None:
+    step = read_trainer_state(folder).get("step", step_of(folder))
+    if step != step_of(folder):
+        raise CheckpointError(f"{folder} holds step {step}: it is a copy under another step's name.")
 
 
 def _check_run_id(folder: Path, known_ids: set[str]) -> None:

@@ -81,6 +81,17 @@ def test_absent_torn_and_foreign_blocks_are_not_finished(tmp_path: Path) -> None
     assert read_finished_block(path, unit_hash="unit") is None
 
 
+def test_block_with_a_changed_token_is_not_finished(tmp_path: Path) -> None:
+    """Its tokens are stored plainly when they do not compress, so that Parquet alone would read others."""
+    path = tmp_path / "part-00000.parquet"
+    tokens = np.random.default_rng(1).integers(0, 65_536, 5_000).astype(np.uint16)
+    write(path, [Row("a", tokens)])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert read_finished_block(path, unit_hash="unit") is None
+
+
 def test_manifest_reads_back_as_it_was_saved(tokens_folder: Path) -> None:
     manifest = Manifest.load(tokens_folder)
     content = (tokens_folder / "manifest.json").read_bytes()

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,14 @@ def write(folder: Path, name: str, **columns: Any) -> Source:
 
 
 def catalog_of(
-    folder: Path, *sources: Source, doc_column: str | None = None, dedup: bool = True, val_fraction: float = 0.1
+    folder: Path,
+    *sources: Source,
+    doc_column: str | None = None,
+    lowercase: bool = False,
+    dedup: bool = True,
+    val_fraction: float = 0.1,
 ) -> RowCatalog:
-    settings = ScanSettings("text", doc_column, str(folder / "scans"))
+    settings = ScanSettings("text", doc_column, lowercase, str(folder / "scans"))
     files = inspect_files(sources, "text", doc_column)
     ranges = [part for source, file in zip(sources, files, strict=True) for part in plan_ranges(source, file)]
     return build_row_catalog(ranges, settings, dedup=dedup, val_fraction=val_fraction)
@@ -107,6 +112,32 @@ def test_no_run_of_validation_stands_in_training(tmp_path: Path) -> None:
 
     assert val
     assert not runs(train) & runs(val)
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_copy_in_another_case_goes_where_the_text_is_put_into_lower_case(tmp_path: Path, lowercase: bool) -> None:
+    text = [f"{row} É" for row in sentences(4, 600)]
+    source = write(tmp_path, "a.parquet", text=[*text, *sentences(5, 50), *(row.upper() for row in text)])
+    totals = facts_of(catalog_of(tmp_path, source, lowercase=lowercase)).totals
+    assert totals["rows_duplicate"] == (600 if lowercase else 0)
+
+
+def test_rows_of_many_short_runs_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other row blank: each kept row is a run, and the row groups before it must not be read again for it."""
+    text = sentences(6, 1_000)
+    source = write(tmp_path, "a.parquet", text=[row for kept in text for row in (kept, "")])
+    units = plan_row_units(catalog_of(tmp_path, source))
+    n_read = []
+    read = rows._batches
+
+    def counted(parquet: pq.ParquetFile, groups: list[int], column: str) -> Iterator[pa.Array]:
+        for batch in read(parquet, groups, column):
+            n_read.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr(rows, "_batches", counted)
+    assert sorted(lines(units, "train") + lines(units, "val")) == sorted(text)
+    assert sum(n_read) <= 3 * len(text)  # once, and twice the row groups that both sides have rows of
 
 
 def test_without_dedup_every_row_stays(tmp_path: Path) -> None:

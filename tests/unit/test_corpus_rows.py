@@ -8,7 +8,7 @@ import pytest
 
 from rayjob.corpus import rows
 from rayjob.corpus.errors import CorpusError
-from rayjob.corpus.rows import RowRange, inspect_files, plan_ranges, read_column
+from rayjob.corpus.rows import RowRange, inspect_files, plan_ranges, read_column, read_runs
 from rayjob.corpus.sources import Source
 
 
@@ -162,3 +162,23 @@ def test_page_that_was_overwritten_is_named_with_its_rows(tmp_path: Path) -> Non
     path.write_bytes(content)
     with pytest.raises(CorpusError, match=r"a.parquet: a.parquet rows 0 to 4,999 cannot be read"):
         read(RowRange(source(path), 0, 5000))
+
+
+@pytest.mark.parametrize("group_rows", [1, 7, 40, 1000])
+@pytest.mark.parametrize("runs", [[(0, 100)], [(0, 1), (99, 100)], [(3, 4), (5, 30), (30, 31), (69, 80)], [(41, 43)]])
+def test_runs_of_rows_are_those_of_the_file(
+    tmp_path: Path, group_rows: int, runs: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "BATCH_BYTES", 64)
+    lines = [f"row {number}".encode() for number in range(100)]
+    file = write(tmp_path / "a.parquet", lines, group_rows)
+    found: list[list[bytes]] = [[] for _ in runs]
+    for run, values in read_runs(file, runs, "text"):
+        found[run] += values.to_pylist()
+    assert found == [lines[first:end] for first, end in runs]
+
+
+def test_rows_that_are_not_there_are_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", [b"row"] * 10, 4)
+    with pytest.raises(CorpusError, match=r"rows 8 to 11 cannot be read \(it ends after 10 rows"):
+        list(read_runs(file, [(8, 12)], "text"))

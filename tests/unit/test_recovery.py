@@ -96,6 +96,17 @@ def test_leftovers_are_no_checkpoints(folder: Path, caplog: pytest.LogCaptureFix
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("step", [3, 99])
+def test_a_copy_under_the_name_of_another_step_is_left_out(
+    folder: Path, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = shutil.copytree(folder / "step_00000002", folder / f"step_{step:08d}")
+    assert settle_checkpoints(folder) == folder / "step_00000002"
+    [record] = caplog.records
+    assert f"{copy} holds step 2: it is a copy under another step's name." in record.getMessage()
+    assert not copy.exists()
+
+
 @pytest.fixture
 def stray(saved: Path, folder: Path, tmp_path: Path, small_tokenizer: Path) -> Path:
     """A sound checkpoint of step 3 of another run with the same settings, put into the folder."""
