@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from model.checkpoint import resolve_checkpoint
+from model.checkpoint import latest_checkpoint, read_trainer_state, resolve_checkpoint
 from model.config import ModelConfig
 from model.tokenizer import Tokenizer
 from rayjob.atomic import read_object, write_atomically
@@ -32,6 +32,7 @@ from rayjob.training import job
 from rayjob.training.evaluation import Evaluation
 from rayjob.training.job import Outcome
 from rayjob.training.recovery import settle_best_checkpoint
+from rayjob.training.saving import RunState
 from rayjob.training.tracking import is_behind
 
 logger = logging.getLogger(__name__)
@@ -208,11 +209,38 @@ def _corpus_to_show(config: JobConfig) -> PreparedCorpus:
     try:
         return _prepared_corpus(config, "run `prepare`")
     except ConfigError:
-        corpus = find_without_sources(config.data, config.tokenizer, config.storage_folder)
-        if corpus is None:
+        found = find_without_sources(config.data, config.tokenizer, config.storage_folder)
+        if not found:
             raise
-        logger.warning("the sources are gone or have changed: showing %s as it was prepared.", corpus.tokens_folder)
+        corpus = _choose(found, config.run_folder)
+        logger.warning("the sources are gone or have changed: showing %s as it was prepared.", _describe(corpus))
         return corpus
+
+
+def _choose(corpora: Sequence[PreparedCorpus], run_folder: Path) -> PreparedCorpus:
+    """Returns the corpus that the run was trained on, or the newest, unless they are of different sources."""
+    newest = latest_checkpoint(run_folder)
+    of_run = RunState.from_json(read_trainer_state(newest)).identity.corpus if newest else None
+    for corpus in corpora:
+        if corpus.manifest.hash == of_run:
+            return corpus
+    if len({_source_names(corpus) for corpus in corpora}) > 1:
+        raise ConfigError(
+            [
+                "the sources are gone or have changed, and several corpora with these settings are on storage: "
+                f"{'; '.join(map(_describe, corpora))}. Restore the sources, or name a run (run_name) trained on one."
+            ]
+        )
+    return corpora[0]
+
+
+def _describe(corpus: PreparedCorpus) -> str:
+    first, *others = _source_names(corpus)
+    return f"{corpus.tokens_folder} (of {first}{f' and {len(others):,} more' if others else ''})"
+
+
+def _source_names(corpus: PreparedCorpus) -> tuple[str, ...]:
+    return tuple(source["name"] for source in corpus.manifest.sources)
 
 
 def show_config(config: JobConfig) -> dict[str, Any]:

@@ -85,17 +85,21 @@ def find_prepared(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -
     return PreparedCorpus(tokenizer_folder, tokens_folder, manifest)
 
 
-def find_without_sources(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -> PreparedCorpus | None:
-    """The newest finished corpus for these settings from its manifest alone, whatever has become of its sources."""
+def find_without_sources(data: DataConfig, tokenizer: TokenizerConfig, storage: Path) -> list[PreparedCorpus]:
+    """The finished corpora for these settings from their manifests alone, whatever has become of the sources.
+
+    The newest comes first.
+    """
     wanted = tokenizer_inputs(data, tokenizer, ())
     paths = (storage / "tokens").glob(f"*/{MANIFEST_FILE}")
+    found = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         with suppress(BlocksError):  # a damaged one is as good as none
             manifest = Manifest.load(path.parent)
             inputs = inputs_of_tokenizer(manifest.inputs)
             if have_same_settings(inputs, wanted):
-                return PreparedCorpus(storage / "tokenizers" / digest(inputs), path.parent, manifest)
-    return None
+                found.append(PreparedCorpus(storage / "tokenizers" / digest(inputs), path.parent, manifest))
+    return found
 
 
 def check(

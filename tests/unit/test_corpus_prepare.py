@@ -75,11 +75,10 @@ def test_prepared_corpus_is_found_by_its_settings_when_its_sources_are_gone(tmp_
     manifest.save(storage / "tokens" / manifest.hash)
     shutil.rmtree(books)
     assert find_prepared(config(books), VOCAB, storage) is None
-    found = find_without_sources(config(books), VOCAB, storage)
-    assert found is not None
+    [found] = find_without_sources(config(books), VOCAB, storage)
     assert (found.tokenizer_folder, found.manifest) == (tokenizer_folder, manifest)
-    assert find_without_sources(config(books), TokenizerConfig(vocab_size=401), storage) is None
-    assert find_without_sources(config(books, lowercase=True), VOCAB, storage) is None
+    assert find_without_sources(config(books), TokenizerConfig(vocab_size=401), storage) == []
+    assert find_without_sources(config(books, lowercase=True), VOCAB, storage) == []
 
 
 def test_missing_path_is_a_problem(tmp_path: Path) -> None:
