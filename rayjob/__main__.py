@@ -49,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StoreError as error:
         logger.error("%s What is finished stays here; run the same command again to go on.", error)
         return FAILED
-    except BrokenPipeError:  # `… | head` has read enough
+    except BrokenPipeError:
+        if args.command in _WORK:  # it may be a connection's, and an end of a run is never silent
+            raise
+        # `… | head` has read enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at the end fails too
         return FAILED
     except OSError as error:

@@ -192,3 +192,12 @@ def test_reader_that_has_gone_ends_the_command_quietly(command: str) -> None:
     finished = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (finished.returncode, finished.stderr) == (1, "")
+
+
+def test_connection_that_breaks_is_no_quiet_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise BrokenPipeError("the connection broke")
+
+    monkeypatch.setattr("rayjob.__main__._work", fail)
+    with pytest.raises(BrokenPipeError, match="the connection broke"):
+        run(tmp_path, f"data.paths=[{book(tmp_path / 'books', 'a.txt', 500)}]")
