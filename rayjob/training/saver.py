@@ -46,9 +46,14 @@ class SaveFailedError(RuntimeError):
     """So many saves in a row failed that training on would only risk more work; all ranks raise it alike."""
 
 
+class PeersLostError(RuntimeError):
+    """Saves failed because other ranks are gone: the storage has no part in it, and a new worker group is to go on."""
+
+
 class Outcome(NamedTuple):
     folder: Path | None  # None if the save failed
     error: str = ""  # the first cause
+    are_peers_lost: bool = False
 
 
 @dataclass
@@ -148,7 +153,7 @@ class Saver:
             is_reported: whether to call the hook `report`.
 
         Raises:
-            SaveFailedError: MAX_FAILURES saves in a row failed.
+            SaveFailedError, PeersLostError: MAX_FAILURES saves in a row failed.
         """
         save, self._running = self._running, None
         assert save is not None
@@ -171,7 +176,7 @@ class Saver:
         """Waits for all that is being saved, then saves `state` and waits for that too.
 
         Raises:
-            SaveFailedError: MAX_FAILURES saves in a row failed.
+            SaveFailedError, PeersLostError: MAX_FAILURES saves in a row failed.
         """
         while self._running:
             self.take_up(is_reported)
@@ -198,6 +203,8 @@ class Saver:
         self._n_failures += 1
         name, error = checkpoint_name(save.state.step), save.outcome.error
         if self._n_failures >= MAX_FAILURES:
+            if save.outcome.are_peers_lost:
+                raise PeersLostError(f"{name} could not be saved: {error}")
             raise SaveFailedError(
                 f"{name} could not be saved: {error}. {self._n_failures} saves in a row failed, so training stops. "
                 "Make the storage writable or free space there; the same command then goes on from the last checkpoint"
@@ -240,7 +247,7 @@ class Saver:
                 outcome[0] = self._commit(draft, parts)
             dist.broadcast_object_list(outcome, src=0, group=self._group)
         except (RuntimeError, ValueError) as error:  # torch has no type for a peer or a group that is gone
-            return Outcome(None, f"rank {self._rank} has lost the other workers' savers: {error}")
+            return Outcome(None, f"rank {self._rank} has lost the other workers' savers: {error}", are_peers_lost=True)
         result: Outcome = outcome[0]
         return result
 

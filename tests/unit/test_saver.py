@@ -13,7 +13,7 @@ import rayjob.training.saver
 from model.checkpoint import list_checkpoints, load_model, load_trainer_tensors, step_of
 from rayjob.training.attempt import begin_attempt
 from rayjob.training.recovery import find_sound_checkpoint
-from rayjob.training.saver import SaveFailedError
+from rayjob.training.saver import PeersLostError, SaveFailedError
 from tests.saved_run import SavedRun
 
 pytestmark = pytest.mark.usefixtures("one_worker")
@@ -200,6 +200,18 @@ def test_the_last_save_is_tried_until_three_saves_have_failed(run: SavedRun, gat
     with pytest.raises(SaveFailedError):
         run.saver.finish(run.state)
     assert gate.n_writes == 6, "three saves of two tries"
+
+
+def test_a_last_save_whose_peers_are_gone_is_no_fault_of_the_storage(
+    run: SavedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_mine: object) -> list[object]:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(run.saver, "_gather", fail)
+    run.step()
+    with pytest.raises(PeersLostError, match="rank 0 has lost the other workers' savers: Connection closed by peer"):
+        run.saver.finish(run.state)
 
 
 def test_a_save_that_hangs_is_told_once(
