@@ -97,6 +97,13 @@ def _only_driver(config: JobConfig) -> Iterator[Fence]:
 def _stage(config: JobConfig, stage: str, max_steps: int | None = None) -> Iterator[None]:
     """Records the stage of the block, and how it ended if it was left by an error."""
     set_stage(config, stage, max_steps)
+    with _recorded_end(config):
+        yield
+
+
+@contextmanager
+def _recorded_end(config: JobConfig) -> Iterator[None]:
+    """Records as the stage how the block ended if it was left by an error."""
     try:
         yield
     except (ConnectCancelled, PrepareCancelled, WaitCancelled):
@@ -111,7 +118,8 @@ def _stage(config: JobConfig, stage: str, max_steps: int | None = None) -> Itera
 def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
     corpus = prepare(config, stop)
     n_steps = job.steps_of_run(config, corpus)
-    step = job.step_to_go_on_from(config, corpus)
+    with _recorded_end(config):
+        step = job.step_to_go_on_from(config, corpus)
     if step >= n_steps:
         logger.info("run %s has all of its %d steps: nothing to train.", config.run_name, n_steps)
         set_stage(config, Outcome.DONE.value, n_steps)

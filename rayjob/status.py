@@ -11,7 +11,7 @@ from rayjob.atomic import read_object, write_atomically
 from rayjob.config import JobConfig
 from rayjob.store.checkpoints import find_checkpoints
 from rayjob.store.runs import fetch_run_files
-from rayjob.training.attempt import STARTS_FILE
+from rayjob.training.attempt import count_starts
 from rayjob.training.metrics import MetricsRow, read_metrics
 from rayjob.training.mlflow_sink import read_run_id
 
@@ -54,7 +54,7 @@ def read_status(config: JobConfig) -> dict[str, Any]:
         "elapsed_s": last.elapsed_s if last else 0.0,
         "eta_s": _eta_s(last, max_steps, rate),
         "cost_usd": last.cost_usd if last else 0.0,
-        "restarts": _restarts(folder),
+        "restarts": max(0, count_starts(folder) - 1),
     }
 
 
@@ -76,8 +76,3 @@ def _eta_s(last: MetricsRow | None, max_steps: int | None, rate: float | None) -
     if last is None or max_steps is None or rate is None:
         return None
     return max(0, max_steps - last.step) * (last.tokens / last.step) / rate
-
-
-def _restarts(folder: Path) -> int:
-    starts = folder / STARTS_FILE
-    return max(0, len(starts.read_bytes().splitlines()) - 1) if starts.exists() else 0

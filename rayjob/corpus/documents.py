@@ -23,7 +23,7 @@ from rayjob.corpus.files import open_binary, sha256_of
 from rayjob.corpus.sources import Source, is_packed
 
 # Of all that is kept on storage: raise it when the rules for cleaning, copies, the split or the blocks change.
-FORMAT = 5
+FORMAT = 6
 
 # At most 1 MiB of UTF-8, so that a block fills up well whatever the length of its documents.
 PIECE_CHARS = 2**18

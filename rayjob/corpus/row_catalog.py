@@ -86,7 +86,10 @@ def build_row_catalog(
     repeats = _remove_repeats(ranges, settings, states, document_starts) if dedup else []
     hashes = _load_hashes(ranges, settings, states)
     kept = Numbering(states == TRAIN)
-    is_held = hold_out(hashes, sorted({kept.number_of(row) for row in document_starts} - {len(hashes)}), val_fraction)
+    # Of documents that begin at the same kept row, only the last has any.
+    kept_documents = {kept.number_of(row): document for row, document in documents}
+    kept_documents.pop(len(hashes), None)
+    is_held = hold_out(hashes, kept_documents, val_fraction)
     states[states == TRAIN] = np.where(is_held, np.uint8(VAL), np.uint8(TRAIN))
     sha256s = {"train": _sha256(hashes, ~is_held), "val": _sha256(hashes, is_held)}
     ids = tuple(document for _, document in documents)

@@ -20,6 +20,7 @@ from rayjob.corpus.boilerplate import PATTERN, find_boilerplate
 from rayjob.corpus.documents import FORMAT, decode_utf8
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.parts import read_part, write_part
+from rayjob.corpus.repeats import Hashes, hash_rows
 from rayjob.corpus.rows import RowRange, read_column
 from rayjob.corpus.sources import Source
 from rayjob.corpus.tasks import Progress, run_tasks
@@ -61,7 +62,7 @@ class ScanPart(NamedTuple):
         boilerplate: the most frequent boilerplate lines.
     """
 
-    hashes: npt.NDArray[np.uint64]
+    hashes: Hashes
     bytes: npt.NDArray[np.uint32]
     states: npt.NDArray[np.uint8]
     documents: list[tuple[int, str]]
@@ -111,12 +112,6 @@ def load_part(rows: RowRange, settings: ScanSettings) -> ScanPart:
     return ScanPart(hashes, sizes, states, documents, **facts)
 
 
-def hash_rows(rows: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """(N,) 64-bit hashes of rows, the same on every machine."""
-    digests = b"".join([hashlib.blake2b(row, digest_size=8).digest() for row in rows])
-    return np.frombuffer(digests, dtype="<u8")
-
-
 def _scan_ranges(item: dict[str, Any], settings: ScanSettings) -> dict[str, Any]:
     n_rows = n_bytes = 0
     for rows in _from_json(item["item"]):
@@ -152,7 +147,7 @@ def _scan_range(rows: RowRange, settings: ScanSettings) -> int:
 
 
 class _Batch(NamedTuple):
-    hashes: npt.NDArray[np.uint64]
+    hashes: Hashes
     bytes: npt.NDArray[np.uint32]
     states: npt.NDArray[np.uint8]
     invalid_bytes: npt.NDArray[np.int64]

@@ -34,10 +34,14 @@ class Form(NamedTuple):
     words: str
 
 
+PACKED = (".jsonl.gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".tar.gz", ".7z")
+NO_PLAIN_TEXT = (".epub", ".pdf", ".doc", ".docx", ".odt", ".mobi")
 TEXT = Form(
     "text",
     (".txt", ".txt.gz", ".jsonl"),
-    {".parquet": "use data.source=parquet for it", ".jsonl.gz": "unpack it first"},
+    {".parquet": "use data.source=parquet for it"}
+    | dict.fromkeys(PACKED, "unpack it first")
+    | dict.fromkeys(NO_PLAIN_TEXT, "make a .txt file of it first"),
     "Accepted with data.source=text: folders (searched for *.txt, *.txt.gz and *.jsonl), files and globs, also under "
     's3://; a text file is one document, a line of .jsonl is one document, {"text": "..."}.',
 )

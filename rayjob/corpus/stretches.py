@@ -1,17 +1,19 @@
 """Which rows are held out for validation: whole stretches, chosen by content.
 
-1. Where documents are known, a stretch is a document. Elsewhere it begins at a row where the hash of the next
-   REPEAT_ROWS rows is a multiple of MEAN_ROWS, at least MIN_ROWS after the last: the same rows give the same
-   stretches wherever they stand.
+1. Where documents are known, a stretch is a document, and those of one name stay together. Elsewhere it begins at a
+   row where the hash of the next REPEAT_ROWS rows is a multiple of MEAN_ROWS, at least MIN_ROWS after the last: the
+   same rows give the same stretches wherever they stand.
 2. Stretches are held out as `split.py` does with documents: those whose hash is a number below val_fraction, so that
    files added later neither move them nor take them away; by other rules only where a few stretches are the corpus.
 3. No run of REPEAT_ROWS rows of validation may stand in training, neither in the corpus as it is nor where rows
-   dropped in between bring others together. A stretch with such a run goes back to training, until there is none.
+   dropped in between bring others together. A stretch with such a run goes back to training, with those of its name,
+   until there is none.
 """
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,24 +26,26 @@ MEAN_ROWS = 256  # 16 to 25 kB of text: many windows of training, and 200,000 st
 MIN_ROWS = 64
 
 Bounds = list[tuple[int, int]]
+Groups = list[list[int]]
 
 
-def hold_out(hashes: Hashes, document_starts: Sequence[int], val_fraction: float) -> Flags:
+def hold_out(hashes: Hashes, documents: Mapping[int, str], val_fraction: float) -> Flags:
     """(N,) which of the kept rows are held out.
 
     Args:
         hashes: (N,) hash of each kept row.
-        document_starts: rows where a document starts, the first of them 0; empty if none are known.
+        documents: the name of a document by the row where it starts, the first of them 0; empty if none are known.
 
     Raises:
         CorpusError: every stretch that could be held out stands in training too.
     """
-    starts = list(document_starts) or stretch_starts(hashes)
+    starts = sorted(documents) or stretch_starts(hashes)
     bounds = list(itertools.pairwise([*starts, len(hashes)]))
+    groups = _group([documents.get(start, start) for start in starts])
     is_held = np.zeros(len(hashes), dtype=bool)
-    for start, end in _choose(hashes, bounds, val_fraction):
+    for start, end in _choose(hashes, bounds, groups, val_fraction):
         is_held[start:end] = True
-    return _give_back_shared(hashes, is_held, starts)
+    return _give_back_shared(hashes, is_held, bounds, groups)
 
 
 def stretch_starts(hashes: Hashes) -> list[int]:
@@ -60,11 +64,18 @@ def content_hash(hashes: Hashes) -> str:
     return hashlib.blake2b(hashes.astype("<u8").tobytes(), digest_size=8).hexdigest()
 
 
-def _choose(hashes: Hashes, bounds: Bounds, val_fraction: float) -> Bounds:
+def _group(names: Sequence[str | int]) -> Groups:
+    """Indices of the stretches of each name."""
+    groups = defaultdict(list)
+    for index, name in enumerate(names):
+        groups[name].append(index)
+    return list(groups.values())
+
+
+def _choose(hashes: Hashes, bounds: Bounds, groups: Groups, val_fraction: float) -> Bounds:
     sizes = [end - start for start, end in bounds]
-    each_alone = [[index] for index in range(len(bounds))]
     ranks = [content_hash(hashes[start:end]) for start, end in bounds]
-    split = choose_validation(ranks, sizes, each_alone, val_fraction)
+    split = choose_validation(ranks, sizes, groups, val_fraction)
     held = [bounds[index] for index in sorted(split.held_out)]
     if split.cut_document is not None:
         end = bounds[split.cut_document][1]
@@ -72,11 +83,13 @@ def _choose(hashes: Hashes, bounds: Bounds, val_fraction: float) -> Bounds:
     return held
 
 
-def _give_back_shared(hashes: Hashes, is_held: Flags, starts: Sequence[int]) -> Flags:
-    stretch_bounds = np.array([*starts, len(hashes)])
+def _give_back_shared(hashes: Hashes, is_held: Flags, bounds: Bounds, groups: Groups) -> Flags:
+    starts = np.array([start for start, _ in bounds])
+    group_of = {index: group for group in groups for index in group}
     while len(shared := _shared_rows(hashes, is_held)):
-        for stretch in np.unique(np.searchsorted(stretch_bounds, shared, side="right") - 1):
-            is_held[stretch_bounds[stretch] : stretch_bounds[stretch + 1]] = False
+        for stretch in np.unique(np.searchsorted(starts, shared, side="right") - 1).tolist():
+            for start, end in (bounds[index] for index in group_of[stretch]):
+                is_held[start:end] = False
     if not is_held.any():
         raise CorpusError(
             [

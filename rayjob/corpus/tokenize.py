@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from model.tokenizer import CONFIG_FILE, Tokenizer
 from rayjob.corpus.blocks import Block, Row, read_finished_block, write_block
+from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.corpus.units import AnyUnit, load_unit
 from rayjob.corpus.words import Words, fetch_words, load_words, split_words, words_path
@@ -126,7 +127,12 @@ def _probe(words: Words, vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
         order = words.order[first:end]
         text = "".join(words.words[number] for number in order)
         if tokenizer.encode(text) != vocabulary.tokens(order).tolist():
-            raise RuntimeError("the tokenizer has pieces that reach across words: it was not trained by this program.")
+            raise CorpusError(
+                [
+                    "the tokenizer on storage has pieces that reach across words, so this program did not train it: "
+                    "remove tokenizers/ from the storage folder and run the same command again."
+                ]
+            )
         if end == PROBE_WORDS:
             return
         first = end

@@ -45,6 +45,11 @@ def run_ids(run_folder: Path) -> set[str]:
     return {start["run_id"] for start in _read_starts(run_folder) if "run_id" in start}
 
 
+def count_starts(run_folder: Path) -> int:
+    """Returns how often the run was started, as far as the file can be read."""
+    return len(_read_starts(run_folder))
+
+
 def is_newest(run_folder: Path, attempt: Attempt) -> bool:
     """Returns whether no later attempt has started."""
     starts = _read_starts(run_folder)

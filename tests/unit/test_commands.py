@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 
+from model.complete import CheckpointError
 from rayjob import commands, connection
 from rayjob.__main__ import main
 from rayjob.config import ConfigError, CostConfig, JobConfig
@@ -18,6 +19,7 @@ from rayjob.connection import ConnectCancelled
 from rayjob.lease import hold_run
 from rayjob.status import read_status, set_stage
 from rayjob.training import job
+from rayjob.training.attempt import STARTS_FILE, begin_attempt
 from rayjob.training.job import Outcome
 from rayjob.training.metrics import MetricsRow, MetricsWriter
 
@@ -40,8 +42,8 @@ def row(cost_usd: float = 0.0, val_loss: float | None = None) -> MetricsRow:
     return MetricsRow(1, 0, 100, 3.0, 0.8, 1e-3, 1000.0, None, 0.3, val_loss, 0.3, 1.5, cost_usd, 1.0, 2.0)
 
 
-def made(folder: Path) -> Path:
-    folder.mkdir(parents=True)
+def made(folder: Path, *, exist_ok: bool = False) -> Path:
+    folder.mkdir(parents=True, exist_ok=exist_ok)
     return folder
 
 
@@ -73,6 +75,26 @@ def test_failure_is_the_stage_and_a_stop_is_not_a_failure(config: JobConfig, mon
     with pytest.raises(ConnectCancelled):
         commands.train(config, threading.Event())
     assert read_status(config)["stage"] == "stopped"
+
+
+@pytest.mark.usefixtures("half_done")
+def test_run_whose_checkpoints_do_not_fit_has_failed(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise CheckpointError("of another corpus")
+
+    set_stage(config, "prepare")
+    monkeypatch.setattr(job, "step_to_go_on_from", refuse)
+    with pytest.raises(CheckpointError):
+        commands.train(config, threading.Event())
+    assert read_status(config)["stage"] == "failed"
+
+
+def test_restarts_count_the_lines_that_can_be_read(config: JobConfig) -> None:
+    for _ in range(3):
+        begin_attempt(made(config.run_folder, exist_ok=True), 0, None)
+    path = config.run_folder / STARTS_FILE
+    path.write_bytes(b"\x00 torn\n" + path.read_bytes() + b'{"step": 2')
+    assert read_status(config)["restarts"] == 2
 
 
 @pytest.mark.usefixtures("half_done")

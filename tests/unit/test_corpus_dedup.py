@@ -1,6 +1,11 @@
+import itertools
 import random
+from collections import Counter
 
-from rayjob.corpus.dedup import find_copies, fingerprint, group_related
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayjob.corpus.dedup import MAX_OWNERS, find_copies, fingerprint, group_related
 
 
 def novel(seed: int, n_sentences: int = 60) -> str:
@@ -59,3 +64,51 @@ def test_licence_in_every_document_relates_nobody() -> None:
 
 def test_one_common_quotation_relates_nobody() -> None:
     assert len(groups(novel(1) + novel(9, 1), novel(2) + novel(9, 1))) == 2
+
+
+def dialogue(seed: int, n_lines: int) -> str:
+    """Lines too short for a long sentence."""
+    words = random.Random(seed)
+    return "".join(
+        " ".join("".join(words.choices("abcdefghij", k=5)) for _ in range(6)) + "!\n" for _ in range(n_lines)
+    )
+
+
+def test_documents_that_share_eight_short_lines_are_related() -> None:
+    shared = dialogue(9, 8)
+    texts = [dialogue(1, 100) + shared + dialogue(2, 50), dialogue(3, 90), shared.replace("\n", "\n\n").upper()]
+    assert groups(*texts) == [[0, 2], [1]]
+
+
+def test_documents_without_full_stops_that_share_lines_are_related() -> None:
+    one, other, shared = (dialogue(seed, 30).replace("!", "。") for seed in (1, 2, 9))
+    assert groups(one + shared, other, "。\n" + shared + other[:200]) == [[0, 2], [1]]
+
+
+def test_seven_shared_lines_relate_nobody() -> None:
+    assert len(groups(dialogue(1, 40) + dialogue(9, 7), dialogue(2, 40) + dialogue(9, 7))) == 2
+
+
+def test_short_lines_in_every_document_relate_nobody() -> None:
+    assert len(groups(*(dialogue(seed, 40) + dialogue(99, 20) for seed in range(8)))) == 8
+
+
+@given(st.lists(st.lists(st.sampled_from("abc"), min_size=8, max_size=20), min_size=1, max_size=7))
+def test_related_by_lines_are_those_that_a_comparison_of_all_pairs_finds(documents: list[list[str]]) -> None:
+    runs = [{tuple(lines[i : i + 8]) for i in range(len(lines) - 7)} for lines in documents]
+    owners = Counter(run for each in runs for run in each)
+    pairs = {
+        (a, b)
+        for a, b in itertools.combinations(range(len(runs)), 2)
+        if documents[a] == documents[b] or any(owners[run] <= MAX_OWNERS for run in runs[a] & runs[b])
+    }
+    found = groups(*("\n".join(lines) for lines in documents))
+    assert sorted(map(sorted, found)) == sorted(map(sorted, _connected(len(runs), pairs)))
+
+
+def _connected(count: int, pairs: set[tuple[int, int]]) -> list[set[int]]:
+    parts = [{index} for index in range(count)]
+    for one, other in pairs:
+        joined = [part for part in parts if part & {one, other}]
+        parts = [part for part in parts if part not in joined] + [set().union(*joined)]
+    return parts

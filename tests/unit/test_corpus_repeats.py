@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayjob.corpus import repeats
-from rayjob.corpus.repeats import REPEAT_ROWS, RepeatedRun, find_repeats
-from rayjob.corpus.scan import hash_rows
+from rayjob.corpus.repeats import REPEAT_ROWS, RepeatedRun, find_repeats, hash_rows
 
 
 def find(rows: list[str]) -> tuple[list[int], list[RepeatedRun]]:

@@ -69,7 +69,15 @@ def test_every_path_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     assert all(".jsonl" in problem for problem in raised.value.problems), "the accepted forms must be told"
 
 
-@pytest.mark.parametrize(("name", "way"), [("a.parquet", "data.source=parquet"), ("a.jsonl.gz", "unpack")])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("a.parquet", "data.source=parquet"),
+        ("a.jsonl.gz", "unpack"),
+        ("a.txt.zst", "unpack"),
+        ("A.EPUB", "make a .txt file"),
+    ],
+)
 def test_file_that_would_be_misread_as_text_is_refused(tmp_path: Path, name: str, way: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(CorpusError, match=f"{name} is no text file: .*{way}"):

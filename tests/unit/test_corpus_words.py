@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from model.normalizer import Normalizer
 from model.tokenizer import Tokenizer, count_words, train_tokenizer
 from rayjob.corpus import words
+from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.row_units import RowUnit
 from rayjob.corpus.text import Text
 from rayjob.corpus.tokenize import encode_words
@@ -87,7 +88,7 @@ def test_eos_follows_only_where_a_document_ends(tokenizer: Tokenizer) -> None:
 
 def test_tokenizer_with_a_piece_across_words_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text: [len(text)])
-    with pytest.raises(RuntimeError, match="reach across words"):
+    with pytest.raises(CorpusError, match="reach across words.*remove tokenizers/"):
         encode_words(split("xx yy zz"), Tokenizer(tokenizer._model, Normalizer(detokenize=True, lowercase=True)))
 
 
