@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -246,7 +246,17 @@ def _stop_on_signals() -> threading.Event:
     return stop
 
 
-if __name__ == "__main__":
-    exit_code = main()
-    gc.freeze()  # for the same reason: the interpreter's last look for cycles takes more than a second
+def _leave(exit_code: int) -> NoReturn:
+    """Ends the process; at once if fit() was left waiting, for Ray can crash when it is shut down under a thread."""
+    job = sys.modules.get("rayjob.training.job")  # only commands that train import it
+    if job and job.is_fit_running():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    gc.freeze()  # for the same reason as above: the interpreter's last look for cycles takes more than a second
     sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    _leave(main())

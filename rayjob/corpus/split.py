@@ -3,9 +3,9 @@
 The corpus should give `val_fraction` of its bytes to validation, in whole documents, and neither a document's name
 nor its place among the files nor the other files may decide:
 
-1. Documents that share passages form a group (`dedup.py`) and stay together. A group's rank is its smallest
-   content hash, as a number in [0, 1). Those below `val_fraction` are held out: documents that are added later
-   neither move them nor take them away.
+1. Documents that share passages form a group (`dedup.py`) and stay together. A group's rank is a number in [0, 1)
+   that its smallest content hash gives, such that groups of any size are below `val_fraction` equally often. Those
+   are held out: documents of other groups that are added later neither move them nor take them away.
 2. A corpus of few documents may have none below, or one that is most of the corpus. Where rule 1 would give less
    than a twentieth of the share, or more than half of the corpus, groups are held out in the order of their ranks
    until validation has its share. One that would bring it to more than half above its share is passed over, so the
@@ -16,6 +16,7 @@ nor its place among the files nor the other files may decide:
    one book.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,12 +48,18 @@ def choose_validation(
     total = sum(sizes)
     target = val_fraction * total
     size_of = [sum(sizes[index] for index in group) for group in groups]
-    ranks = [min(hashes[index] for index in group) for group in groups]
-    below = [number for number, rank in enumerate(ranks) if int(rank[:16], 16) < val_fraction * 2**64]
+    ranks = [_rank([hashes[index] for index in group]) for group in groups]
+    below = [number for number, rank in enumerate(ranks) if rank < val_fraction]
     most = max(MOST_OF_CORPUS, OVERSHOOT * val_fraction) * total
     if below and LEAST_SHARE * target <= sum(size_of[number] for number in below) <= most:
         return Split(frozenset(index for number in below for index in groups[number]), None, 0)
     return _choose_by_order(sizes, groups, size_of, sorted(range(len(groups)), key=ranks.__getitem__), target)
+
+
+def _rank(hashes: Sequence[str]) -> float:
+    """The smallest of n uniform numbers is below x with probability 1 - (1 - x)^n, so that of it is uniform again."""
+    smallest = (int(min(hashes)[:16], 16) >> 11) / 2**53  # below 1 also in floating point
+    return -math.expm1(len(hashes) * math.log1p(-smallest))
 
 
 def _choose_by_order(

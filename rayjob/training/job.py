@@ -53,6 +53,7 @@ _RAY_TRAIN_SETTINGS = {
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.25",  # a pod is killed 5 s after its notice; the default is 5 s
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "12",  # then with the nodes that are left; the default is 60 s
 }
+_FIT_THREAD = "fit"
 _RESIZE_INTERVAL_S = 60.0  # between looks whether there is room for more workers
 
 
@@ -204,7 +205,7 @@ def _fit(
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=fit, name="fit", daemon=True)
+    thread = threading.Thread(target=fit, name=_FIT_THREAD, daemon=True)
     thread.start()
     request: StopRequest | None = None
     while thread.is_alive():
@@ -217,6 +218,11 @@ def _fit(
             return  # Ray ends what is still starting when the driver ends
     if errors:
         raise errors[0]
+
+
+def is_fit_running() -> bool:
+    """Returns whether fit() was left to itself, as nobody trained who could save; it waits for Ray."""
+    return any(thread.name == _FIT_THREAD for thread in threading.enumerate())
 
 
 def _check_gpus(config: JobConfig) -> None:

@@ -19,16 +19,21 @@ _HEARING_TIMEOUT_S = 30.0  # a worker that trains hears at once; a starved machi
 
 @ray.remote(num_cpus=0)
 class StopSignal:
-    """Holds one bit for the life of the driver; `wait` returns when it is set, `request` when rank 0 has heard."""
+    """Holds one bit for the life of the driver; `wait` returns when it is set."""
 
     def __init__(self) -> None:
         self._requested, self._heard = asyncio.Event(), asyncio.Event()
+        self._has_listener = False
 
-    async def request(self) -> None:
+    async def request(self) -> bool:
+        """Returns True when rank 0 has heard, and False at once if no worker has listened yet."""
         self._requested.set()
-        await self._heard.wait()
+        if not self._has_listener:
+            return False
+        return await self._heard.wait()
 
     async def wait(self) -> None:
+        self._has_listener = True
         await self._requested.wait()
 
     async def acknowledge(self) -> None:
@@ -39,14 +44,14 @@ class StopRequest:
     """The driver's request; unheard when no worker trains: they are starting, or Ray waits for room for them."""
 
     def __init__(self, signal: Any) -> None:
-        self._heard = signal.request.remote()
+        self._answer = signal.request.remote()
         self._asked_at_s = time.monotonic()
 
     @property
     def is_unheard(self) -> bool:
-        if time.monotonic() - self._asked_at_s < _HEARING_TIMEOUT_S:
-            return False
-        return not ray.wait([self._heard], timeout=0)[0]
+        if ray.wait([self._answer], timeout=0)[0]:
+            return not ray.get(self._answer)
+        return time.monotonic() - self._asked_at_s >= _HEARING_TIMEOUT_S
 
 
 class StopListener:

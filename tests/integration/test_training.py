@@ -14,7 +14,7 @@ from model.fused import split_parts
 from model.tokenizer import Tokenizer
 from rayjob.training.feed import open_windows
 from tests import kills
-from tests.integration.jobs import Job, assert_tracked
+from tests.integration.jobs import Job, assert_tracked, wait_until
 from tests.integration.nodes import Cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -89,6 +89,12 @@ def test_sigterm_saves_and_exits_3_and_the_same_command_goes_on(
     undisturbed: Job, corpus: Path, storage: Path, cluster: Cluster
 ) -> None:
     job = Job(corpus, storage, "stopped", environment=cluster.environment)
+    process = job.start()
+    wait_until(lambda: "Attempting to start training worker group" in job.log.read_text(), process, job.log)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 3, job.log.read_text()[-3000:]
+    assert "no worker is training, so there is nothing to save" in job.log.read_text()
+    assert job.status()["stage"] == "stopped"
     process = job.start()
     job.wait_for_step(30, process)
     process.send_signal(signal.SIGTERM)

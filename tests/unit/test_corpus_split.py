@@ -40,6 +40,18 @@ def test_share_of_many_books_is_near_the_fraction() -> None:
     assert share == pytest.approx(0.05, abs=0.01)
 
 
+@pytest.mark.parametrize("size", [2, 30])
+def test_share_of_groups_is_that_of_single_books_and_added_groups_move_none(size: int) -> None:
+    def held(n_groups: int) -> frozenset[int]:
+        groups = [list(range(first, first + size)) for first in range(0, n_groups * size, size)]
+        return choose([100] * (n_groups * size), 0.05, groups).held_out
+
+    held_out = held(2_000)
+    # 100 groups, give or take 10.
+    assert len(held_out) / size == pytest.approx(100, abs=35)
+    assert {index for index in held(2_500) if index < 2_000 * size} == held_out
+
+
 def test_longest_book_of_a_small_corpus_is_not_held_out() -> None:
     for shift in range(8):
         sizes = DEMO_BYTES[shift:] + DEMO_BYTES[:shift]
