@@ -28,7 +28,7 @@ def start(settings: Settings, storage: Path | None) -> None:
 
     Raises:
         SettingsError: a port is taken; nothing has been started.
-        HeadError, TrackingServerError: one of them did not come up.
+        HeadError: the head did not come up.
     """
     with hold_services(settings):
         check_ports(settings, head.HEAD_PORTS if storage is None else DEFAULT_PORTS)
@@ -38,7 +38,15 @@ def start(settings: Settings, storage: Path | None) -> None:
         is_new = tracking_server.launch(settings, storage)  # both take seconds, so both at once
         head.ensure_head(settings)
         if is_new:
-            tracking_server.await_ready(settings)
+            _await_tracking_server(settings)
+
+
+def _await_tracking_server(settings: Settings) -> None:
+    """Waits for the MLflow server; the job does not need it, so a failure is only told."""
+    try:
+        tracking_server.await_ready(settings)
+    except tracking_server.TrackingServerError as error:
+        print(f"warning: {error} The run goes on without it.", file=sys.stderr)
 
 
 def start_tracking_server(settings: Settings, storage: Path) -> None:

@@ -1,6 +1,6 @@
 """Submits a run as a Ray job, shows its log while it runs, and says how it ended.
 
-1. A job of the same run folder that still runs is joined, not doubled.
+1. A job of the same run folder that still runs is joined, not doubled; one that was asked to stop is waited for.
 2. Otherwise the next free attempt is submitted: Ray takes a submission id once only.
 3. Lines of the job's log are printed as they come.
 4. Ctrl-C or SIGTERM stops the job, which saves a checkpoint, and waits for it. A pod may have five seconds left, so the
@@ -14,7 +14,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -69,6 +70,11 @@ def run_job(settings: Settings, run: Run, watch: Callable[[str], None], last_att
     client = JobClient(settings.dashboard_url, headers=auth_headers(settings))
     jobs = client.list_jobs()
     job_id = find_running(jobs, run)
+    if job_id and stopping_path(settings, job_id).exists():
+        print(f"Job {job_id} of this run is still stopping: going on when it has ended.", flush=True)
+        with LogReader(log_path(settings, job_id)) as log:
+            follow(settings, client, job_id, log, watch)
+        job_id = None
     is_new = job_id is None
     if job_id is None:
         check_upload(REPOSITORY)
@@ -90,19 +96,40 @@ def stop_and_wait(
 ) -> End:
     """Lets the job save and end, and returns how it did, which is final whatever it is."""
     stopped_at_s = time.monotonic()
-    processes.send(find_driver(settings, job_id), signal.SIGTERM)
-    print("\nStopping: the job saves a checkpoint first.", flush=True)
-    stop(client, job_id)
+    with _deaf():
+        stopping_path(settings, job_id).touch()  # for the next command, if this one does not wait to the end
+        processes.send(find_driver(settings, job_id), signal.SIGTERM)
+        print("\nStopping: the job saves a checkpoint first.", flush=True)
+        stop(client, job_id)
     try:
         job = follow(settings, client, job_id, log, watch)
     except HeadLostError:
         return End(Kind.FINAL, FAILED, "the Ray head died before the job had saved")
+    except KeyboardInterrupt:
+        print(f"\nNot waiting for job {job_id}, which saves and then ends.", flush=True)
+        raise
     if KILLED.get(job.driver_exit_code or 0) is signal.SIGTERM:
         return End(Kind.FINAL, STOPPED, "stopped before the job could take signals, so there was nothing to save")
     end = classify(job)
     if time.monotonic() - stopped_at_s >= STOP_WAIT_S:
         return End(Kind.FINAL, FAILED, f"the job was killed: it did not end within {STOP_WAIT_S} s")
     return replace(end, kind=Kind.FINAL)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Lets no further signal keep the request from the job: where a wrapper passes Ctrl-C on, it comes twice."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def stopping_path(settings: Settings, job_id: str) -> Path:
+    """Returns the file that says that a job has been asked to stop."""
+    return settings.state / f"{job_id}.stopping"
 
 
 def find_running(jobs: Iterable[JobDetails], run: Run) -> str | None:

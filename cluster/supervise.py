@@ -48,7 +48,7 @@ class Supervisor:
         """Runs the job to an end that is final and returns its exit code.
 
         Raises:
-            SettingsError, HeadError, TrackingServerError: what is needed could not be started the first time.
+            SettingsError, HeadError: what is needed could not be started the first time.
             UploadError: the repository is too big to be sent along.
             KeyboardInterrupt: while no job was running, or for the second time.
         """
@@ -75,7 +75,7 @@ class Supervisor:
         self._beat("start")
         try:
             services.start(self.settings, self.run.storage)
-        except (SettingsError, head.HeadError, tracking_server.TrackingServerError, OSError) as error:
+        except (SettingsError, head.HeadError, OSError) as error:
             return End(Kind.FAILED, submit.FAILED, f"the cluster does not come up again: {error}")
         self._next_service_s = 0.0  # a new head may have to be given what the last one ran
         return self._follow_job()

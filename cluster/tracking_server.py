@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ SQLITE = "sqlite:///"
 
 
 class TrackingServerError(Exception):
-    """Why the MLflow server is not up, with the end of its log."""
+    """Why the MLflow server is not up, in one line."""
 
 
 def record_path(settings: Settings) -> Path:
@@ -93,13 +94,23 @@ def await_ready(settings: Settings) -> None:
         TrackingServerError: it ended or did not answer in time.
     """
     deadline_s = time.monotonic() + START_TIMEOUT_S
+    storage = processes.load_record(record_path(settings))[1].get("storage")
     while not ports.answers(f"{settings.mlflow_url}/health"):
         if not running_ports(settings) or time.monotonic() > deadline_s:
             stop(settings)
-            tail = "\n".join(log_path(settings).read_text(errors="replace").splitlines()[-15:])
-            raise TrackingServerError(f"the MLflow server did not come up. The end of {log_path(settings)}:\n{tail}")
+            raise TrackingServerError(_reason(settings, storage))
         time.sleep(0.1)
     print(f"Started the MLflow server ({settings.mlflow_url}).", flush=True)
+
+
+def _reason(settings: Settings, storage: str | None) -> str:
+    lines = [line for line in log_path(settings).read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    last = [*lines, *errors][-1].strip() if lines else "it said nothing"
+    return (
+        f"the MLflow server did not come up: {last} ({log_path(settings)} has all of it). If its store "
+        f"{storage}/mlflow/mlflow.db is damaged, move it away: a new one is made."
+    )
 
 
 def command(settings: Settings, folder: Path) -> list[str]:

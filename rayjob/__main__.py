@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ from rayjob.store.errors import StoreError
 
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
 _WORK = ("prepare", "train", "run")
+_SAME_REQUEST_S = 1.0  # between two Ctrl-C that are one: a terminal and a wrapper both pass it on
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR}
 
 logger = logging.getLogger("rayjob")
@@ -216,7 +218,7 @@ def _do(command: str, config: JobConfig, stop: threading.Event) -> int:
         logger.warning("%s Run the same command again to go on.", error)
         return STOPPED
     except KeyboardInterrupt:
-        logger.error("interrupted before a checkpoint was saved: the next start goes on from the one before.")
+        logger.error("interrupted without waiting for a save: the next start goes on from the newest checkpoint.")
         return FAILED
     except (RunFailedError, TrainingFailedError) as error:
         logger.error("training failed: %s", error)
@@ -235,9 +237,13 @@ def _do(command: str, config: JobConfig, stop: threading.Event) -> int:
 def _stop_on_signals() -> threading.Event:
     """Returns an event that SIGTERM and Ctrl-C set; a second Ctrl-C interrupts at once."""
     stop = threading.Event()
+    stopped_at_s = 0.0
 
     def request(number: int, _frame: FrameType | None) -> None:
-        if stop.is_set() and number == signal.SIGINT:
+        nonlocal stopped_at_s
+        if not stop.is_set():
+            stopped_at_s = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - stopped_at_s > _SAME_REQUEST_S:
             raise KeyboardInterrupt
         stop.set()
 

@@ -106,7 +106,7 @@ def _recorded_end(config: JobConfig) -> Iterator[None]:
     """Records as the stage how the block ended if it was left by an error."""
     try:
         yield
-    except (ConnectCancelled, PrepareCancelled, WaitCancelled):
+    except (ConnectCancelled, PrepareCancelled, WaitCancelled, KeyboardInterrupt):
         set_stage(config, Outcome.STOPPED.value)
         raise
     except BaseException:
@@ -131,8 +131,9 @@ def _train(config: JobConfig, stop: threading.Event, fence: Fence) -> Outcome:
         return Outcome.BUDGET
     logger.info(plan_line(config))
     with _stage(config, "train", n_steps):
-        connect()
-        outcome = job.train(config, corpus, n_steps, step, stop, fence)
+        if not stop.is_set():
+            connect()
+        outcome = Outcome.STOPPED if stop.is_set() else job.train(config, corpus, n_steps, step, stop, fence)
     set_stage(config, outcome.value)
     return outcome
 

@@ -69,6 +69,8 @@ class MlflowSink:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nothing about a run goes to anybody else
         from mlflow import MlflowClient
 
+        # What goes wrong is raised too, and told once; MLflow prints a traceback at every try.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         if self._config.tracking.mlflow_uri is None:
             (self._config.storage_folder / "mlflow").mkdir(parents=True, exist_ok=True)
         self._client = MlflowClient(tracking_uri(self._config))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +194,27 @@ def test_interrupt_goes_to_the_driver_itself_and_to_no_other(settings: Settings)
         for one in started:
             one.kill()
             one.wait()
+
+
+def test_second_interrupt_while_the_first_is_passed_on_is_the_same(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to come before the job was told, which then trained on."""
+    monkeypatch.setattr(submit, "find_driver", lambda *_: signal.raise_signal(signal.SIGINT) or [])
+    before = signal.getsignal(signal.SIGINT)
+    end, fake = run([KeyboardInterrupt(), (JobStatus.STOPPED, "saved\n")])
+    assert (end.exit_code, fake.stopped) == (3, ["small-1"])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_job_that_is_still_stopping_is_waited_for_and_a_new_one_submitted(
+    run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):  # the second one, after the job was told
+        run([KeyboardInterrupt(), KeyboardInterrupt()])
+    assert "Not waiting for job small-1, which saves and then ends." in capsys.readouterr().out
+    running = job("small-1", metadata={"run_folder": RUN.folder})
+    end, fake = run([(JobStatus.RUNNING, "saving\n"), (3, "saved\n"), (JobStatus.SUCCEEDED, "done\n")], known=[running])
+    assert (end.exit_code, [one["submission_id"] for one in fake.submitted]) == (0, ["small-2"])
+    assert "still stopping: going on when it has ended.\nsaving\nsaved\n" in capsys.readouterr().out
 
 
 def test_head_that_dies_after_an_interrupt_is_not_brought_back(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

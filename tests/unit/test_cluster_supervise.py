@@ -164,7 +164,7 @@ def test_error_with_a_head_is_a_failure(world: World, error: Exception) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [head.HeadError("no room"), tracking_server.TrackingServerError("no"), SettingsError("port"), OSError("full")],
+    [head.HeadError("no room"), SettingsError("port"), OSError("full")],
 )
 def test_cluster_that_does_not_come_back_twice_ends_the_command(
     world: World, error: Exception, capsys: pytest.CaptureFixture[str]

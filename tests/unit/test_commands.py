@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from model.complete import CheckpointError
+from rayjob import __main__ as program
 from rayjob import commands, connection
 from rayjob.__main__ import main
 from rayjob.config import ConfigError, CostConfig, JobConfig
@@ -75,6 +76,37 @@ def test_failure_is_the_stage_and_a_stop_is_not_a_failure(config: JobConfig, mon
     with pytest.raises(ConnectCancelled):
         commands.train(config, threading.Event())
     assert read_status(config)["stage"] == "stopped"
+
+
+@pytest.mark.usefixtures("half_done")
+def test_stop_before_ray_is_there_starts_nothing(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(commands, "connect", lambda: started.append("ray"))
+    monkeypatch.setattr(job, "train", lambda *_: started.append("training"))
+    stop = threading.Event()
+    stop.set()
+    assert commands.train(config, stop) is Outcome.STOPPED
+    assert started == []
+    assert read_status(config)["stage"] == "stopped"
+
+
+def test_second_interrupt_counts_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [50.0]
+    monkeypatch.setattr(program.time, "monotonic", lambda: now[0])
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        stop = program._stop_on_signals()
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_set()
+        now[0] += 0.9
+        signal.raise_signal(signal.SIGINT)
+        now[0] += 0.2
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("half_done")
