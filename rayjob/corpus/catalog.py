@@ -4,14 +4,18 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from model.normalizer import Normalizer
-from rayjob.corpus.dedup import Copy, Fingerprint, find_copies, fingerprint, group_related
-from rayjob.corpus.documents import Document, Piece, cut_pieces, find_cut, read_document, scan_source
+from rayjob.corpus.dedup import Copy, find_copies, group_related
+from rayjob.corpus.document_scan import DocumentScan, SourceFacts, part_path, scan_documents
+from rayjob.corpus.documents import Document, Piece, cut_pieces, find_cut, read_document
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
 from rayjob.corpus.sources import TEXT, Source
 from rayjob.corpus.split import Split, choose_validation
+from rayjob.corpus.tasks import Progress
+from rayjob.store.fetch import fetch_some
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +42,6 @@ class Stretch(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(piece.bytes for piece in self.pieces)
-
-
-class SourceFacts(NamedTuple):
-    """What one file gave: documents found, their bytes as they stand and as normalised text, and what was odd in them.
-
-    `invalid_bytes` and `replaced_chars` are those of `Oddities`.
-    """
-
-    documents: int
-    source_bytes: int
-    text_bytes: int
-    invalid_bytes: int
-    replaced_chars: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +71,46 @@ class Catalog:
 
 
 @functools.lru_cache(maxsize=1)  # `check` and `prepare` of one job need the same one; sources carry their hashes
-def build_catalog(sources: tuple[Source, ...], settings: CatalogSettings, is_cancelled: Callable[[], bool]) -> Catalog:
+def build_catalog(
+    sources: tuple[Source, ...], settings: CatalogSettings, cache: Path, is_cancelled: Callable[[], bool]
+) -> Catalog:
     """Reads every source once, drops empty documents and copies, and splits the rest.
+
+    Args:
+        sources: the files.
+        settings: what to make of them.
+        cache: folder for what was read, so that it need not be read again.
+        is_cancelled: asked before each file.
 
     Raises:
         CorpusError: no text at all, or a file that is not what its suffix says (all such files are named).
         PrepareCancelled: the caller asked to stop.
     """
-    scan = _scan(sources, settings, is_cancelled)
-    if not scan.documents:
+    scans = _scan(sources, settings, cache, is_cancelled)
+    found = [document for scan in scans for document in scan.documents]
+    fingerprints = [each for scan in scans for each in scan.fingerprints]
+    if not found:
         raise CorpusError([f"The corpus is empty: none of its {len(sources)} files holds any text. {TEXT.words}"])
-    copies = _find_copies(scan) if settings.dedup else []
+    copies = find_copies([document.sha256 for document in found], fingerprints) if settings.dedup else []
     dropped = {copy.copy for copy in copies}
-    kept = [index for index in range(len(scan.documents)) if index not in dropped]
-    documents = [scan.documents[index] for index in kept]
+    kept = [index for index in range(len(found)) if index not in dropped]
+    documents = [found[index] for index in kept]
     sha256s = [document.sha256 for document in documents]
-    groups = group_related(sha256s, [scan.fingerprints[index] for index in kept])
+    groups = group_related(sha256s, [fingerprints[index] for index in kept])
     sizes = [document.bytes for document in documents]
     split = choose_validation(sha256s, sizes, groups, settings.val_fraction)
     train, val = _deal(documents, split, settings.normalizer)
+    n_empty = sum(len(scan.empty) for scan in scans)
     return Catalog(
         train,
         val,
-        tuple(scan.source_facts),
-        rows_in=len(scan.documents) + len(scan.empty),
-        rows_empty=len(scan.empty),
+        tuple(scan.facts for scan in scans),
+        rows_in=len(found) + n_empty,
+        rows_empty=n_empty,
         rows_duplicate=len(copies),
-        bytes_in=sum(fact.source_bytes for fact in scan.source_facts),
+        bytes_in=sum(scan.facts.source_bytes for scan in scans),
         bytes_kept=sum(document.end_byte - document.first_byte for document in documents),
-        warnings=tuple(_warnings(sources, scan, copies)),
+        warnings=tuple(_warnings(sources, scans, copies)),
     )
 
 
@@ -119,52 +121,24 @@ def read_texts(stretches: Sequence[Stretch], settings: CatalogSettings) -> Itera
         yield text[pieces[0].start : pieces[-1].stop]
 
 
-class _Scan(NamedTuple):
-    documents: list[Document]
-    fingerprints: list[Fingerprint]
-    source_facts: list[SourceFacts]
-    empty: list[str]  # ids of documents without text
-    invalid_lines: dict[Source, int | None]  # the first odd lines of sources that have any
-    replaced_lines: dict[Source, int | None]
-
-
-def _scan(sources: tuple[Source, ...], settings: CatalogSettings, is_cancelled: Callable[[], bool]) -> _Scan:
-    scan = _Scan([], [], [], [], {}, {})
+def _scan(
+    sources: tuple[Source, ...], settings: CatalogSettings, cache: Path, is_cancelled: Callable[[], bool]
+) -> list[DocumentScan]:
+    fetch_some(cache, [part_path(source, settings.normalizer, settings.text_column, cache) for source in sources])
+    progress = Progress("read", len(sources), "files")
+    scans = []
     problems = []
     for source in sources:
         if is_cancelled():
             raise PrepareCancelled(f"Stopped while reading the sources, before {source.name}.")
         try:
-            scan.source_facts.append(_scan_one(source, settings, scan))
+            scans.append(scan_documents(source, settings.normalizer, settings.text_column, cache))
         except CorpusError as error:
             problems += error.problems
+        progress.add(1, source.bytes)
     if problems:
         raise CorpusError(problems)
-    return scan
-
-
-def _scan_one(source: Source, settings: CatalogSettings, scan: _Scan) -> SourceFacts:
-    documents = source_bytes = text_bytes = invalid_bytes = replaced_chars = 0
-    for document, text, odd in scan_source(source, settings.normalizer, settings.text_column):
-        documents += 1
-        source_bytes += document.end_byte - document.first_byte
-        text_bytes += document.bytes
-        invalid_bytes += odd.invalid_bytes
-        replaced_chars += odd.replaced_chars
-        if odd.invalid_bytes:
-            scan.invalid_lines.setdefault(source, odd.invalid_line)
-        if odd.replaced_chars:
-            scan.replaced_lines.setdefault(source, odd.replaced_line)
-        if text.strip():
-            scan.documents.append(document)
-            scan.fingerprints.append(fingerprint(text))
-        else:
-            scan.empty.append(document.doc_id)
-    return SourceFacts(documents, source_bytes, text_bytes, invalid_bytes, replaced_chars)
-
-
-def _find_copies(scan: _Scan) -> list[Copy]:
-    return find_copies([document.sha256 for document in scan.documents], scan.fingerprints)
+    return scans
 
 
 def _deal(
@@ -190,26 +164,27 @@ def _cut_tail(
     return cut_pieces(text, 0, cut), cut_pieces(text, cut)
 
 
-def _warnings(sources: tuple[Source, ...], scan: _Scan, copies: Sequence[Copy]) -> Iterator[str]:
-    ids = [document.doc_id for document in scan.documents]
-    facts = list(zip(sources, scan.source_facts, strict=True))
+def _warnings(sources: Sequence[Source], scans: Sequence[DocumentScan], copies: Sequence[Copy]) -> Iterator[str]:
+    documents = [document for scan in scans for document in scan.documents]
+    of_sources = list(zip(sources, scans, strict=True))
     yield from some_of(
-        invalid_warning(source.name, fact.invalid_bytes, f"line {scan.invalid_lines[source]}")
-        for source, fact in facts
-        if fact.invalid_bytes
+        invalid_warning(source.name, scan.facts.invalid_bytes, f"line {scan.invalid_line}")
+        for source, scan in of_sources
+        if scan.facts.invalid_bytes
     )
     yield from some_of(
-        replaced_warning(source.name, fact.replaced_chars, f"line {scan.replaced_lines[source]}")
-        for source, fact in facts
-        if fact.replaced_chars
+        replaced_warning(source.name, scan.facts.replaced_chars, f"line {scan.replaced_line}")
+        for source, scan in of_sources
+        if scan.facts.replaced_chars
     )
-    yield from some_of(f"{doc_id} is empty and was left out." for doc_id in scan.empty)
-    yield from some_of(f"{source.name} holds no document." for source, fact in facts if not fact.documents)
+    yield from some_of(f"{doc_id} is empty and was left out." for scan in scans for doc_id in scan.empty)
+    yield from some_of(f"{source.name} holds no document." for source, scan in of_sources if not scan.facts.documents)
     yield from some_of(
         f"{document.doc_id} is only {document.bytes} bytes long."
-        for document in scan.documents
+        for document in documents
         if document.field is None and document.bytes < TINY_BYTES
     )
+    ids = [document.doc_id for document in documents]
     yield from some_of(_describe_copy(copy, ids) for copy in copies)
 
 

@@ -12,12 +12,13 @@ in validation.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, combinations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rayjob.corpus.repeats import Hashes, hash_rows, run_hashes
 
@@ -32,11 +33,11 @@ class Fingerprint(NamedTuple):
     """64-bit hashes of what a text is made of, blind to case and to white space.
 
     Attributes:
-        sentences: the long ones, however lines are broken.
-        runs: (M,) runs of REPEAT_ROWS lines, blank ones passed over; sorted, each once.
+        sentences: (N,) the long ones, however lines are broken.
+        runs: (M,) runs of REPEAT_ROWS lines, blank ones passed over. Both sorted, each hash once.
     """
 
-    sentences: frozenset[int]
+    sentences: Hashes
     runs: Hashes
 
 
@@ -52,27 +53,28 @@ def fingerprint(text: str) -> Fingerprint:
     """The fingerprint of a normalised text."""
     lines = [_plain(line) for line in text.splitlines() if line.strip()]
     sentences = [_plain(match[0]) for match in SENTENCE.finditer(text)]
-    return Fingerprint(frozenset(hash_rows(sentences).tolist()), np.unique(run_hashes(hash_rows(lines))))
+    return Fingerprint(np.unique(hash_rows(sentences)), np.unique(run_hashes(hash_rows(lines))))
 
 
 def find_copies(sha256s: Sequence[str], fingerprints: Sequence[Fingerprint]) -> list[Copy]:
     """The documents to drop, in order; the first of equal documents stays."""
     first_with_text: dict[str, int] = {}
-    first_with_sentence: dict[int, int] = {}
+    numbers, n_numbers = _number([each.sentences for each in fingerprints])
+    owners = np.full(n_numbers, -1, dtype=np.int32)  # the document that has a sentence first
     copies = []
-    for index, (sha256, (sentences, _)) in enumerate(zip(sha256s, fingerprints, strict=True)):
+    for index, (sha256, sentences) in enumerate(zip(sha256s, numbers, strict=True)):
         if sha256 in first_with_text:
             copies.append(Copy(index, first_with_text[sha256], 1.0))
             continue
         first_with_text[sha256] = index
-        owners = Counter(first_with_sentence[s] for s in sentences if s in first_with_sentence)
-        if len(sentences) >= MIN_SENTENCES and owners.total() >= COPY_SHARE * len(sentences):
-            # The smallest index on a tie: the order of a set's elements must not decide.
-            original = min(owners, key=lambda owner: (-owners[owner], owner))
-            copies.append(Copy(index, original, owners.total() / len(sentences)))
-            continue
-        for sentence in sentences:
-            first_with_sentence.setdefault(sentence, index)
+        is_known = owners[sentences] >= 0
+        share = is_known.mean() if len(sentences) >= MIN_SENTENCES else 0.0
+        if share >= COPY_SHARE:
+            # The smallest index on a tie.
+            original = int(np.bincount(owners[sentences[is_known]]).argmax())
+            copies.append(Copy(index, original, float(share)))
+        else:
+            owners[sentences[~is_known]] = index
     return copies
 
 
@@ -86,7 +88,11 @@ def group_related(sha256s: Sequence[str], fingerprints: Sequence[Fingerprint]) -
             index = leader[index]
         return index
 
-    for one, other in chain(_pairs_by_sentences(sha256s, fingerprints), _pairs_by_runs(fingerprints)):
+    first_with_text: dict[str, int] = {}
+    equal = ((first_with_text.setdefault(sha256, index), index) for index, sha256 in enumerate(sha256s))
+    by_sentences = _pairs([each.sentences for each in fingerprints], SHARED_PASSAGES)
+    by_runs = _pairs([each.runs for each in fingerprints], 1)
+    for one, other in chain(equal, by_sentences, by_runs):
         low, high = sorted((find(one), find(other)))
         leader[high] = low
     groups = defaultdict(list)
@@ -95,34 +101,27 @@ def group_related(sha256s: Sequence[str], fingerprints: Sequence[Fingerprint]) -
     return list(groups.values())
 
 
-def _pairs_by_sentences(sha256s: Sequence[str], fingerprints: Sequence[Fingerprint]) -> Iterator[tuple[int, int]]:
-    first_with_text: dict[str, int] = {}
-    owners: dict[int, list[int]] = defaultdict(list)
-    for index, sha256 in enumerate(sha256s):
-        yield first_with_text.setdefault(sha256, index), index
-        for sentence in fingerprints[index].sentences:
-            owners[sentence].append(index)
-    shared = Counter(
-        (one, other)
-        for indices in owners.values()
-        if 1 < len(indices) <= MAX_OWNERS
-        for place, one in enumerate(indices)
-        for other in indices[place + 1 :]
-    )
-    yield from (pair for pair, count in shared.items() if count >= SHARED_PASSAGES)
+def _number(sets: Sequence[Hashes]) -> tuple[list[npt.NDArray[np.int64]], int]:
+    """The sets with their hashes numbered 0, 1, …, and how many different ones there are."""
+    known, numbers = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *sets]), return_inverse=True)
+    return np.split(numbers, np.cumsum([len(each) for each in sets])[:-1]), len(known)
 
 
-def _pairs_by_runs(fingerprints: Sequence[Fingerprint]) -> Iterator[tuple[int, int]]:
-    runs = np.concatenate([np.empty(0, dtype=np.uint64), *(each.runs for each in fingerprints)])
-    owners = np.repeat(np.arange(len(fingerprints)), [len(each.runs) for each in fingerprints])
-    order = np.argsort(runs, kind="stable")
-    runs, owners = runs[order], owners[order]
-    firsts = np.flatnonzero(np.append(True, runs[1:] != runs[:-1])[: len(runs)])
-    counts = np.diff(np.append(firsts, len(runs)))
-    for place in range(1, MAX_OWNERS):
-        shared = firsts[(counts > place) & (counts <= MAX_OWNERS)]
-        pairs = np.unique(np.stack([owners[shared], owners[shared + place]]), axis=1)
-        yield from zip(*pairs.tolist(), strict=True)
+def _pairs(sets: Sequence[Hashes], least: int) -> Iterator[tuple[int, int]]:
+    """Pairs of sets that share at least so many hashes, of those in at most MAX_OWNERS sets."""
+    hashes = np.concatenate([np.empty(0, dtype=np.uint64), *sets])
+    owners = np.repeat(np.arange(len(sets), dtype=np.int32), [len(each) for each in sets])
+    order = np.argsort(hashes, kind="stable")
+    hashes, owners = hashes[order], owners[order]
+    firsts = np.flatnonzero(np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)])
+    counts = np.diff(np.append(firsts, len(hashes)))
+    firsts, counts = firsts[counts <= MAX_OWNERS], counts[counts <= MAX_OWNERS]
+    shared = [
+        np.stack([owners[firsts[counts > other] + one], owners[firsts[counts > other] + other]])
+        for one, other in combinations(range(MAX_OWNERS), 2)
+    ]
+    pairs, times = np.unique(np.concatenate(shared, axis=1), axis=1, return_counts=True)
+    yield from zip(*pairs[:, times >= least].tolist(), strict=True)
 
 
 def _plain(text: str) -> bytes:

@@ -93,15 +93,15 @@ def normalizer_of(data: DataConfig) -> Normalizer:
     return Normalizer(detokenize=data.detokenize, lowercase=data.lowercase)
 
 
-def catalog_of(data: DataConfig, sources: tuple[Source, ...], is_cancelled: Callable[[], bool]) -> Catalog:
-    """The catalog of whole documents.
+def catalog_of(data: DataConfig, sources: tuple[Source, ...], cache: Path, is_cancelled: Callable[[], bool]) -> Catalog:
+    """The catalog of whole documents; what was read of larger files is kept in `cache`.
 
     Raises:
         CorpusError: no text, or a file that is not what its suffix says.
         PrepareCancelled: the caller asked to stop.
     """
     settings = CatalogSettings(normalizer_of(data), data.text_column, data.dedup, data.val_fraction)
-    return build_catalog(sources, settings, is_cancelled)
+    return build_catalog(sources, settings, cache / "documents", is_cancelled)
 
 
 def make_plan(data: DataConfig, sources: tuple[Source, ...], cache: Path, is_cancelled: Callable[[], bool]) -> Plan:
@@ -112,12 +112,12 @@ def make_plan(data: DataConfig, sources: tuple[Source, ...], cache: Path, is_can
         PrepareCancelled: the caller asked to stop.
     """
     if not has_rows(data):
-        catalog = catalog_of(data, sources, is_cancelled)
+        catalog = catalog_of(data, sources, cache, is_cancelled)
         units = [unit for split, stretches in catalog.splits().items() for unit in plan_units(split, stretches)]
         return Plan(list(units), document_facts(sources, catalog))
     files = inspect_files(sources, data.text_column, data.doc_column)
     ranges = [rows for source, file in zip(sources, files, strict=True) for rows in plan_ranges(source, file)]
-    settings = ScanSettings(data.text_column, data.doc_column, data.lowercase, str(cache / "scans"))
+    settings = ScanSettings(data.text_column, data.doc_column, data.lowercase, data.detokenize, str(cache / "scans"))
     ensure_scanned(ranges, settings, is_cancelled)
     row_catalog = build_row_catalog(ranges, settings, dedup=data.dedup, val_fraction=data.val_fraction)
     row_units = plan_row_units(row_catalog)

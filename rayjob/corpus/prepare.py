@@ -211,7 +211,7 @@ def _check_documents(
     max_seq_len: int,
     is_cancelled: Callable[[], bool],
 ) -> list[str]:
-    splits = catalog_of(data, sources, is_cancelled).splits()
+    splits = catalog_of(data, sources, storage / "cache", is_cancelled).splits()
     _stop_if(is_cancelled, "before training the tokenizer")
     units: list[AnyUnit] = [unit for split, stretches in splits.items() for unit in plan_units(split, stretches)]
     train = [unit for unit in units if unit.split == "train"]

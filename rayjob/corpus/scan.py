@@ -26,6 +26,7 @@ from rayjob.corpus.sources import Source
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.store.fetch import fetch_some
 
+SPACES = b" \t\n\v\f\r"
 RANGES_PER_TASK = 8  # half a second
 MOST_FREQUENT_LINES = 200  # boilerplate lines that a part remembers for the corpus card
 
@@ -34,11 +35,12 @@ TRAIN, VAL, EMPTY, BOILERPLATE, DUPLICATE = range(5)
 
 
 class ScanSettings(NamedTuple):
-    """What decides a part beside the file: the columns, whether rows are put into lower case, and where parts lie."""
+    """What decides a part beside the file: the columns and what will be made of the text; and where parts lie."""
 
     text_column: str
     doc_column: str | None
     lowercase: bool
+    detokenize: bool
     folder: str
 
     def part_path(self, rows: RowRange) -> Path:
@@ -50,7 +52,7 @@ class ScanPart(NamedTuple):
     """What was seen in a range.
 
     Attributes:
-        hashes: (N,) uint64, of each row's bytes, in lower case where the rows will be.
+        hashes: (N,) uint64, of what of each row decides whether it is a copy (`_essence`).
         bytes: (N,) uint32, size of each row and its line break.
         states: (N,) uint8, TRAIN, EMPTY or BOILERPLATE so far.
         documents: (row in the range, document) where a document starts; empty without a doc_column. The first row of
@@ -122,7 +124,7 @@ def _scan_ranges(item: dict[str, Any], settings: ScanSettings) -> dict[str, Any]
 
 
 def _scan_range(rows: RowRange, settings: ScanSettings) -> int:
-    batches = [_scan_batch(batch, settings.lowercase) for batch in read_column(rows, settings.text_column)]
+    batches = [_scan_batch(batch, settings) for batch in read_column(rows, settings.text_column)]
     if not batches or sum(len(batch.hashes) for batch in batches) != rows.end - rows.first:
         raise CorpusError([f"{rows.source.path}: {rows.where} are not all there: it changed or is damaged."])
     sizes, states = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("bytes", "states"))
@@ -155,7 +157,7 @@ class _Batch(NamedTuple):
     boilerplate: Counter[str]
 
 
-def _scan_batch(values: pa.Array, lowercase: bool) -> _Batch:
+def _scan_batch(values: pa.Array, settings: ScanSettings) -> _Batch:
     rows = values.fill_null(b"").to_pylist()
     is_boilerplate = find_boilerplate(values).fill_null(False).to_numpy(zero_copy_only=False)
     is_empty = np.fromiter((not row or row.isspace() for row in rows), dtype=bool, count=len(rows))
@@ -163,11 +165,19 @@ def _scan_batch(values: pa.Array, lowercase: bool) -> _Batch:
     sizes = np.fromiter(map(len, rows), dtype=np.uint32, count=len(rows)) + np.uint32(1)
     lines = Counter(decode_utf8(rows[index])[0].strip() for index in np.flatnonzero(states == BOILERPLATE))
     nuls = np.fromiter((row.count(b"\0") for row in rows), dtype=np.int64, count=len(rows))
-    hashes = hash_rows([_lower(row) for row in rows] if lowercase else rows)
+    hashes = hash_rows([_essence(row, settings) for row in rows])
     return _Batch(hashes, sizes, states, _invalid_bytes(rows), nuls, lines)
 
 
-def _lower(row: bytes) -> bytes:
+def _essence(row: bytes, settings: ScanSettings) -> bytes:
+    """A row without what cleaning takes from it or may change: line ends, and where it will be, case or the spaces and
+    quotes of the treebank style. A stand-in for the normaliser, at a tenth of its cost.
+    """
+    if settings.detokenize:
+        row = row.replace(b"``", b'"').replace(b"''", b'"').replace(b"`", b"'").translate(None, SPACES)
+    row = row.strip(SPACES)
+    if not settings.lowercase:
+        return row
     return row.lower() if row.isascii() else decode_utf8(row)[0].lower().encode()
 
 

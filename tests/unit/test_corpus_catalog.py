@@ -1,11 +1,16 @@
 import hashlib
+import json
 from pathlib import Path
 
+import pytest
+
 from model.normalizer import Normalizer
+from rayjob.corpus import document_scan
 from rayjob.corpus.catalog import NAMED_PER_KIND, Catalog, CatalogSettings, build_catalog, read_texts
 from rayjob.corpus.sources import Source
 
-SETTINGS = CatalogSettings(Normalizer(detokenize=False, lowercase=False), "text", dedup=True, val_fraction=0.2)
+PLAIN = Normalizer(detokenize=False, lowercase=False)
+SETTINGS = CatalogSettings(PLAIN, "text", dedup=True, val_fraction=0.2)
 
 
 def catalog_of(folder: Path, files: dict[str, str]) -> Catalog:
@@ -14,7 +19,7 @@ def catalog_of(folder: Path, files: dict[str, str]) -> Catalog:
         (folder / name).write_text(text)
         digest = hashlib.sha256(text.encode()).hexdigest()
         sources.append(Source(name, str(folder / name), len(text), digest))
-    return build_catalog(tuple(sources), SETTINGS, lambda: False)
+    return build_catalog(tuple(sources), SETTINGS, folder / "cache", lambda: False)
 
 
 def test_single_book_is_cut_before_a_word_and_loses_nothing(tmp_path: Path) -> None:
@@ -47,7 +52,7 @@ def test_odd_bytes_and_characters_are_counted_with_the_line_of_the_first(tmp_pat
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         sources.append(Source(name, str(tmp_path / name), len(content), hashlib.sha256(content).hexdigest()))
-    catalog = build_catalog(tuple(sources), SETTINGS, lambda: False)
+    catalog = build_catalog(tuple(sources), SETTINGS, tmp_path / "cache", lambda: False)
     found = [warning for warning in catalog.warnings if "the first" in warning]
     assert found == [
         "latin.txt: 2 bytes are not UTF-8, the first in line 3, and were read as Windows-1252 or U+FFFD.",
@@ -64,3 +69,38 @@ def test_warnings_of_a_kind_are_counted_when_they_are_many(tmp_path: Path) -> No
     assert len(warnings) == NAMED_PER_KIND + 1
     assert warnings[0] == "empty_00.txt is empty and was left out."
     assert warnings[-1].startswith("… and 5 more like the last one (empty_19.txt is empty")
+
+
+def test_catalog_of_kept_parts_is_that_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_scan, "LEAST_BYTES", 0)
+    shared = "".join(f"line {number} of a song!\n" for number in range(9))
+    lines = [json.dumps({"text": f"story {number} " * 40 + "\ud800"}) for number in range(12)] + ['{"text": " "}']
+    files = {
+        **{f"{number:02d}.txt": f"{number} goes on and on.\n" * 99 + shared * (number < 2) for number in range(20)},
+        "empty.txt": "",
+        "nul.txt": "one\nt\0o\n" * 20,
+        "lines.jsonl": "\n".join(lines),
+    }
+    read = catalog_of(tmp_path, files)
+    assert len(list((tmp_path / "cache").iterdir())) == len(files)
+    monkeypatch.setattr(document_scan, "scan_source", None)  # the files are not read again
+    build_catalog.cache_clear()
+    assert catalog_of(tmp_path, files) == read
+
+
+def test_damaged_part_and_changed_settings_are_read_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_scan, "LEAST_BYTES", 0)
+    files = {"book.txt": "One Line after another.\n" * 100}
+    read = catalog_of(tmp_path, files)
+    (part,) = (tmp_path / "cache").iterdir()
+    part.write_bytes(part.read_bytes()[:-20])
+    build_catalog.cache_clear()
+    assert catalog_of(tmp_path, files) == read
+    (source,) = [
+        Source("book.txt", str(tmp_path / "book.txt"), 2400, hashlib.sha256(files["book.txt"].encode()).hexdigest())
+    ]
+    lower = Normalizer(detokenize=False, lowercase=True)
+    scans = [document_scan.scan_documents(source, each, "text", tmp_path / "cache") for each in (PLAIN, lower)]
+    assert scans[0].documents[0].sha256 != scans[1].documents[0].sha256

@@ -48,10 +48,11 @@ def catalog_of(
     *sources: Source,
     doc_column: str | None = None,
     lowercase: bool = False,
+    detokenize: bool = False,
     dedup: bool = True,
     val_fraction: float = 0.1,
 ) -> RowCatalog:
-    settings = ScanSettings("text", doc_column, lowercase, str(folder / "scans"))
+    settings = ScanSettings("text", doc_column, lowercase, detokenize, str(folder / "scans"))
     files = inspect_files(sources, "text", doc_column)
     ranges = [part for source, file in zip(sources, files, strict=True) for part in plan_ranges(source, file)]
     return build_row_catalog(ranges, settings, dedup=dedup, val_fraction=val_fraction)
@@ -120,6 +121,23 @@ def test_copy_in_another_case_goes_where_the_text_is_put_into_lower_case(tmp_pat
     source = write(tmp_path, "a.parquet", text=[*text, *sentences(5, 50), *(row.upper() for row in text)])
     totals = facts_of(catalog_of(tmp_path, source, lowercase=lowercase)).totals
     assert totals["rows_duplicate"] == (600 if lowercase else 0)
+
+
+@pytest.mark.parametrize("detokenize", [False, True])
+def test_copy_in_another_treebank_spelling_goes_where_the_text_is_cleaned_of_it(
+    tmp_path: Path, detokenize: bool
+) -> None:
+    text = [f"`` do n't {row} ''" for row in sentences(4, 600)]
+    clean = [row.replace("`` do n't", "\"don't").replace(" . ''", '."') for row in text]
+    source = write(tmp_path, "a.parquet", text=[*text, *sentences(5, 50), *clean])
+    totals = facts_of(catalog_of(tmp_path, source, detokenize=detokenize)).totals
+    assert totals["rows_duplicate"] == (600 if detokenize else 0)
+
+
+def test_copy_with_other_line_ends_goes(tmp_path: Path) -> None:
+    text = sentences(4, 600)
+    source = write(tmp_path, "a.parquet", text=[*text, *sentences(5, 50), *(f"{row}\r\n" for row in text)])
+    assert facts_of(catalog_of(tmp_path, source)).totals["rows_duplicate"] == 600
 
 
 def test_rows_of_many_short_runs_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
