@@ -189,7 +189,9 @@ def _reading(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        raise CorpusError([f"{path} cannot be read ({error}); every node must see it under this path."]) from None
+        is_damaged = isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile))
+        hint = "fetch it again" if is_damaged else "every node must see it under this path"
+        raise CorpusError([f"{path} cannot be read ({error}): {hint}."]) from None
 
 
 def _changed(path: str) -> CorpusError:

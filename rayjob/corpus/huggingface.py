@@ -7,7 +7,7 @@
 1. The choices are tried in order; one that the hub does not have is passed over with a message.
 2. The pin is written as soon as the commit is known, so an interrupted download goes on with the same commit.
 3. Files are checked by size and, where the hub tells it, by sha256. Then the pin is marked complete, and from then
-   on nothing asks the hub.
+   on nothing asks the hub, unless a file is gone or is found to be another (`set_altered_aside`).
 
 The client honours HF_TOKEN and HF_ENDPOINT; with HF_HUB_OFFLINE set nothing is downloaded.
 """
@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -134,6 +134,33 @@ def fetch(revision: str | None, storage: Path) -> None:
     publish_files(sorted(folder.rglob("*.parquet")))
     _write_pin(Pin(**{**asdict(pin), "is_complete": True}), revision, storage)
     logger.info("BookCorpus is complete in %s: %d files", folder, len(pin.files))
+
+
+def set_altered_aside(revision: str | None, storage: Path, sha256s: Mapping[str, str]) -> bool:
+    """Renames files that are not those the hub announced, so that `fetch` brings them again; whether there were any.
+
+    Args:
+        revision, storage: as for `fetch`, which has been called.
+        sha256s: of the files as they are, by their address.
+
+    Raises:
+        CorpusError: they lie in an object store; they are named.
+    """
+    pin = read_pin(revision, storage)
+    assert pin is not None
+    folder = _root(storage) / pin.commit
+    altered = [
+        folder / name
+        for name, (_, announced) in pin.files.items()
+        if announced and sha256s.get(address_of(folder / name), announced) != announced
+    ]
+    if altered and uri_of(folder):
+        raise CorpusError([f"{address_of(path)} is not the file that the hub sent: remove it." for path in altered])
+    for path in altered:
+        aside = path.with_name(f"{path.name}.altered")
+        logger.warning("%s is not the file that the hub sent: it is now %s", path, aside.name)
+        path.replace(aside)
+    return bool(altered)
 
 
 def _missing(pin: Pin, folder: Path) -> list[str]:

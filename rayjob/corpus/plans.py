@@ -45,7 +45,13 @@ def obtain_sources(data: DataConfig, storage: Path) -> tuple[Source, ...]:
         demo.fetch(storage)
     if data.source == "huggingface":
         huggingface.fetch(data.revision, storage)
-    return find_sources(data, storage)
+    sources = find_sources(data, storage)
+    if data.source == "huggingface":
+        sha256s = {source.path: source.sha256 for source in sources}
+        if huggingface.set_altered_aside(data.revision, storage, sha256s):
+            huggingface.fetch(data.revision, storage)
+            sources = find_sources(data, storage)
+    return sources
 
 
 @contextmanager

@@ -116,10 +116,16 @@ def load_part(rows: RowRange, settings: ScanSettings) -> ScanPart:
 
 def _scan_ranges(item: dict[str, Any], settings: ScanSettings) -> dict[str, Any]:
     n_rows = n_bytes = 0
+    problems: list[str] = []
     for rows in _from_json(item["item"]):
-        if not settings.part_path(rows).exists():  # it does if this task's process was killed and Ray started it again
-            n_bytes += _scan_range(rows, settings)
+        try:
+            if not settings.part_path(rows).exists():  # it does if this process was killed and Ray started it again
+                n_bytes += _scan_range(rows, settings)
+        except CorpusError as error:
+            problems += error.problems
         n_rows += rows.end - rows.first
+    if problems:
+        raise CorpusError(problems)
     return {"rows": n_rows, "bytes": n_bytes}
 
 

@@ -42,7 +42,8 @@ def run_tasks(
         max_tasks: most tasks at a time; None for the number of the cluster's CPUs.
 
     Raises:
-        CorpusError: from a task, or a task's storage is full or cannot be written.
+        CorpusError: what tasks found wrong with the corpus, all of it after the last task; at once where a task's
+            storage is full or cannot be written.
         PrepareCancelled: the caller asked to stop; what tasks have written stays.
     """
     if not ray.is_initialized():
@@ -59,17 +60,23 @@ def run_tasks(
             )
             .iter_rows()
         )
+        found: list[str] = []
         for outcome in outcomes:
-            result, problems = json.loads(outcome["outcome"])
-            if problems:
+            result, problems, is_last = json.loads(outcome["outcome"])
+            found += problems
+            if is_last:
                 raise CorpusError(problems)
-            yield result
+            if not problems:
+                yield result
             if is_cancelled():
                 raise PrepareCancelled("Stopped in mid-work; what is finished stays, run the same command again.")
+        if found:
+            raise CorpusError(sorted(found))
 
 
 def _tell_problems(function: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[dict[str, Any]], dict[str, str]]:
-    """A function with the result of `function` or what a person has to do about its failure, as JSON.
+    """A function with, as JSON: the result of `function`, or what a person has to do about its failure and whether
+    others will fail of the same.
 
     Problems travel as results: raised, Ray Data would print pages of traces, and it changes errors, of an OSError
     even the name of the file.
@@ -78,13 +85,14 @@ def _tell_problems(function: Callable[[dict[str, Any]], dict[str, Any]]) -> Call
     def call(item: dict[str, Any]) -> dict[str, str]:
         result: dict[str, Any] = {}
         problems: list[str] = []
+        is_last = False
         try:
             result = function(item)
         except CorpusError as error:
             problems = error.problems
         except OSError as error:
-            problems = storage_error(error).problems
-        return {"outcome": json.dumps([result, problems])}
+            problems, is_last = storage_error(error).problems, True
+        return {"outcome": json.dumps([result, problems, is_last])}
 
     call.__name__ = getattr(function, "func", function).__name__  # names the tasks, where Ray lists them
     return call

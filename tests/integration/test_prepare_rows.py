@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -248,12 +249,17 @@ def test_documents_of_a_column_end_in_one_eos(tmp_path: Path) -> None:
 
 
 def test_damaged_page_stops_the_work_with_file_and_rows(tmp_path: Path, corpus: Path) -> None:
-    path = corpus / "0001.parquet"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2 : len(content) // 2 + 3_000] = bytes(3_000)
-    path.write_bytes(content)
-    with pytest.raises(CorpusError, match=r"0001.parquet: 0001.parquet rows [\d,]+ to [\d,]+ cannot be read"):
+    damaged = ["0000.parquet", "0001.parquet"]
+    for name in damaged:
+        content = bytearray((corpus / name).read_bytes())
+        content[len(content) // 2 : len(content) // 2 + 3_000] = bytes(3_000)
+        (corpus / name).write_bytes(content)
+    with pytest.raises(CorpusError) as raised:
         run(corpus, tmp_path / "s")
+    for name in damaged:
+        found = [line for line in raised.value.problems if name in line]
+        assert found
+        assert all(re.search(rf"{name}: {name} rows [\d,]+ to [\d,]+ cannot be read", line) for line in found)
     assert find_prepared(config(corpus), VOCAB, tmp_path / "s") is None
 
 

@@ -15,6 +15,7 @@ from rayjob.config import DataConfig
 from rayjob.corpus import huggingface
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.huggingface import CHOICES, downloaded, fetch, read_pin
+from rayjob.corpus.plans import obtain_sources
 from rayjob.corpus.sources import find_sources
 from tests.hub_stub import COMMIT, Hub, running
 
@@ -161,6 +162,18 @@ def test_busy_hub_is_waited_for_as_long_as_it_asks(tmp_path: Path, hub: Hub, cap
     fetch(None, tmp_path)
     assert contents(tmp_path) == FILES
     assert "trying again in 1 s" in caplog.text
+
+
+def test_file_that_was_altered_after_the_download_is_set_aside_and_fetched_again(tmp_path: Path, hub: Hub) -> None:
+    data = DataConfig(source="huggingface")
+    sources = obtain_sources(data, tmp_path)
+    path = Path(sources[1].path)
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)  # of the same size
+    assert obtain_sources(data, tmp_path) == sources
+    assert contents(tmp_path) == FILES
+    assert path.with_name(f"{path.name}.altered").read_bytes() == content
 
 
 def test_file_of_another_size_or_content_is_named_and_fetched_again(tmp_path: Path, hub: Hub) -> None:

@@ -27,8 +27,9 @@ def _write(item: dict[str, Any], folder: str) -> dict[str, Any]:
 )
 def test_problem_of_a_task_comes_as_a_result_that_names_its_file(item: str, result: Any, told: str) -> None:
     call = _tell_problems(functools.partial(_write, folder="/data"))
-    outcome, problems = json.loads(call({"item": item})["outcome"])
+    outcome, problems, is_last = json.loads(call({"item": item})["outcome"])
     assert outcome == result
+    assert is_last == (item == "full")
     assert " ".join(problems).startswith(told)
     assert bool(problems) == bool(told)
 
