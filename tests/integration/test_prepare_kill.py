@@ -96,7 +96,8 @@ def finished_files(storage: Path) -> dict[Path, int]:
     for path in found:
         with contextlib.suppress(FileNotFoundError):  # a temporary name that was renamed meanwhile
             files[path] = path.stat().st_mtime_ns
-    return {path: time for path, time in files.items() if not path.name.startswith(".")}
+    # The order of a unit's words is written before its counts, which complete it.
+    return {path: time for path, time in files.items() if not path.name.startswith(".") and ".order." not in path.name}
 
 
 def test_driver_killed_at_five_moments_ends_with_the_same_bytes(
@@ -146,7 +147,8 @@ def test_task_killed_in_every_stage_goes_on_with_what_it_had_not_finished(
     killer.join()
     after = finished_files(storage)
     assert len(finished) == 2
-    assert all(after[path] == time for files in finished for path, time in files.items())
+    again = {path for files in finished for path, time in files.items() if after[path] != time}
+    assert again == set()
 
 
 def test_whole_head_killed_and_started_again(tmp_path: Path, corpus: DataConfig, undisturbed: dict[str, str]) -> None:
