@@ -26,7 +26,7 @@ from rayjob.corpus.sources import Source
 from rayjob.corpus.tasks import Progress, run_tasks
 from rayjob.store.fetch import fetch_some
 
-SPACES = b" \t\n\v\f\r"
+SPACES, QUOTES = b" \t\n\v\f\r", b"\"'`"
 RANGES_PER_TASK = 8  # half a second
 MOST_FREQUENT_LINES = 200  # boilerplate lines that a part remembers for the corpus card
 
@@ -52,7 +52,7 @@ class ScanPart(NamedTuple):
     """What was seen in a range.
 
     Attributes:
-        hashes: (N,) uint64, of what of each row decides whether it is a copy (`_essence`).
+        hashes: (N,) uint64, of what of each row decides whether it is a copy (`_essences`).
         bytes: (N,) uint32, size of each row and its line break.
         states: (N,) uint8, TRAIN, EMPTY or BOILERPLATE so far.
         documents: (row in the range, document) where a document starts; empty without a doc_column. The first row of
@@ -171,19 +171,26 @@ def _scan_batch(values: pa.Array, settings: ScanSettings) -> _Batch:
     sizes = np.fromiter(map(len, rows), dtype=np.uint32, count=len(rows)) + np.uint32(1)
     lines = Counter(decode_utf8(rows[index])[0].strip() for index in np.flatnonzero(states == BOILERPLATE))
     nuls = np.fromiter((row.count(b"\0") for row in rows), dtype=np.int64, count=len(rows))
-    hashes = hash_rows([_essence(row, settings) for row in rows])
+    hashes = hash_rows(_essences(rows, settings))
     return _Batch(hashes, sizes, states, _invalid_bytes(rows), nuls, lines)
 
 
-def _essence(row: bytes, settings: ScanSettings) -> bytes:
-    """A row without what cleaning takes from it or may change: line ends, and where it will be, case or the spaces and
-    quotes of the treebank style. A stand-in for the normaliser, at a tenth of its cost.
+def _essences(rows: Sequence[bytes], settings: ScanSettings) -> list[bytes]:
+    """Each row without what cleaning takes from it or may change: line ends, and where it will be, case or the spaces
+    and quotes of the treebank style. A stand-in for the normaliser, at a tenth of its cost.
     """
-    if settings.detokenize:
-        row = row.replace(b"``", b'"').replace(b"''", b'"').replace(b"`", b"'").translate(None, SPACES)
-    row = row.strip(SPACES)
-    if not settings.lowercase:
-        return row
+    plain = _without_treebank(rows) if settings.detokenize else [row.strip(SPACES) for row in rows]
+    return [_lower(row) for row in plain] if settings.lowercase else plain
+
+
+def _without_treebank(rows: Sequence[bytes]) -> list[bytes]:
+    joined = b"\0".join(rows)  # one long text takes a fraction of the time of many rows
+    if joined.count(b"\0") == len(rows) - 1:
+        return joined.translate(None, SPACES + QUOTES).split(b"\0")
+    return [row.translate(None, SPACES + QUOTES) for row in rows]  # one of them holds a NUL
+
+
+def _lower(row: bytes) -> bytes:
     return row.lower() if row.isascii() else decode_utf8(row)[0].lower().encode()
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.normalizer import Normalizer
 from rayjob.corpus import rows
@@ -19,7 +21,7 @@ from rayjob.corpus.repeats import REPEAT_ROWS
 from rayjob.corpus.row_catalog import Numbering, RowCatalog, build_row_catalog
 from rayjob.corpus.row_units import RowUnit, plan_row_units
 from rayjob.corpus.rows import inspect_files, plan_ranges
-from rayjob.corpus.scan import ScanSettings
+from rayjob.corpus.scan import ScanSettings, _essences
 from rayjob.corpus.sources import Source
 
 PLAIN = Normalizer(detokenize=False, lowercase=False)
@@ -132,6 +134,16 @@ def test_copy_in_another_treebank_spelling_goes_where_the_text_is_cleaned_of_it(
     source = write(tmp_path, "a.parquet", text=[*text, *sentences(5, 50), *clean])
     totals = facts_of(catalog_of(tmp_path, source, detokenize=detokenize)).totals
     assert totals["rows_duplicate"] == (600 if detokenize else 0)
+
+
+@given(
+    st.lists(st.binary(max_size=12) | st.text("aA'` ΣÉ\0\r\n", max_size=8).map(str.encode)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_essence_of_a_row_does_not_depend_on_its_neighbours(contents: list[bytes], lower: bool, treebank: bool) -> None:
+    settings = ScanSettings("text", None, lower, treebank, "")
+    assert _essences(contents, settings) == [_essences([row], settings)[0] for row in contents]
 
 
 def test_copy_with_other_line_ends_goes(tmp_path: Path) -> None:
