@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from cluster import deploy, head, locks, product, redeploy, services, spot, submit, tracking_server
+from cluster import deploy, head, locks, product, redeploy, services, spot, submit
 from cluster.settings import REPOSITORY, Settings, SettingsError, forget_other_clusters
 from cluster.shell_parent import follow_shell
 from cluster.supervise import Supervisor
@@ -39,7 +39,6 @@ FAILURES = (
     head.HeadError,
     locks.BusyError,
     submit.JobError,
-    tracking_server.TrackingServerError,
     UploadError,
     OSError,
     RuntimeError,  # Ray's clients raise it for any answer but 200

@@ -80,6 +80,7 @@ def run_job(settings: Settings, run: Run, watch: Callable[[str], None], last_att
         check_upload(REPOSITORY)
         attempt = max(last_attempt, *(attempt_of(run.name, job.submission_id) for job in jobs), 0) + 1
         job_id = f"{run.name}-{attempt}"
+        stopping_path(settings, job_id).unlink(missing_ok=True)  # of a job that had this number on another head
     else:
         print(f"Job {job_id} of this run is at work already: following it.", flush=True)
     with LogReader(log_path(settings, job_id)) as log:
