@@ -2,15 +2,17 @@
 
 import functools
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from model.normalizer import Normalizer
 from rayjob.corpus.dedup import Copy, find_copies, group_related
 from rayjob.corpus.document_scan import DocumentScan, SourceFacts, part_path, scan_documents
-from rayjob.corpus.documents import Document, Piece, cut_pieces, find_cut, read_document
+from rayjob.corpus.documents import Document, Piece, find_cut, read_pieces
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
 from rayjob.corpus.sources import TEXT, Source
 from rayjob.corpus.split import Split, choose_validation
@@ -117,8 +119,7 @@ def build_catalog(
 def read_texts(stretches: Sequence[Stretch], settings: CatalogSettings) -> Iterator[str]:
     """The normalised texts of one side of the split, one at a time."""
     for document, pieces in stretches:
-        text = read_document(document, settings.normalizer)
-        yield text[pieces[0].start : pieces[-1].stop]
+        yield "".join(read_pieces(document, pieces, settings.normalizer))
 
 
 def _scan(
@@ -158,10 +159,17 @@ def _deal(
 def _cut_tail(
     document: Document, tail_bytes: int, normalizer: Normalizer
 ) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    text = read_document(document, normalizer)
-    place = len(text) - round(len(text) * tail_bytes / document.bytes)
-    cut = find_cut(text, 0, place)
-    return cut_pieces(text, 0, cut), cut_pieces(text, cut)
+    ends = list(accumulate(piece.bytes for piece in document.pieces))
+    place = document.bytes - tail_bytes
+    number = min(bisect_right(ends, place), len(ends) - 1)  # of the piece to cut
+    piece = document.pieces[number]
+    (text,) = read_pieces(document, [piece], normalizer)
+    cut = find_cut(text, 0, len(text) - round(len(text) * (ends[number] - place) / piece.bytes))
+    head_bytes = len(text[:cut].encode())
+    head = piece._replace(stop=cut, bytes=head_bytes, is_end=False)
+    tail = piece._replace(start=cut, bytes=piece.bytes - head_bytes)
+    before, after = document.pieces[:number], document.pieces[number + 1 :]
+    return (*before, *([head] if head.bytes else [])), (*([tail] if tail.bytes else []), *after)
 
 
 def _warnings(sources: Sequence[Source], scans: Sequence[DocumentScan], copies: Sequence[Copy]) -> Iterator[str]:

@@ -22,11 +22,14 @@ import numpy.typing as npt
 
 from rayjob.corpus.repeats import Hashes, hash_rows, run_hashes
 
-SENTENCE = re.compile(r"[^.!?]{60,400}")  # characters; shorter ones recur by chance ("he said nothing")
+LEAST_CHARS, MOST_CHARS = 60, 400  # of a long sentence; shorter ones recur by chance ("he said nothing")
+SENTENCE = re.compile(f"[^.!?]{{{LEAST_CHARS},{MOST_CHARS}}}")
 MIN_SENTENCES = 8  # below it a share says nothing
 COPY_SHARE = 0.8
 SHARED_PASSAGES = 3
 MAX_OWNERS = 4
+
+NO_HASHES: Hashes = np.empty(0, dtype=np.uint64)
 
 
 class Fingerprint(NamedTuple):
@@ -49,11 +52,35 @@ class Copy(NamedTuple):
     share: float
 
 
-def fingerprint(text: str) -> Fingerprint:
-    """The fingerprint of a normalised text."""
-    lines = [_plain(line) for line in text.splitlines() if line.strip()]
-    sentences = [_plain(match[0]) for match in SENTENCE.finditer(text)]
-    return Fingerprint(np.unique(hash_rows(sentences)), np.unique(run_hashes(hash_rows(lines))))
+class Fingerprinter:
+    """Makes the fingerprint of a normalised text that comes in slabs.
+
+    Sentences are those of the whole text; a line that is cut between slabs is two lines.
+    """
+
+    def __init__(self) -> None:
+        self._sentences = list[Hashes]()
+        self._lines = list[Hashes]()
+        self._rest = ""  # of the text, in which a sentence may go on
+
+    def add(self, slab: str) -> None:
+        """Takes the next slab of the text."""
+        self._lines.append(hash_rows([_plain(line) for line in slab.splitlines() if line.strip()]))
+        text = self._rest + slab
+        end = max(map(text.rfind, ".!?")) + 1
+        end += (len(text) - end) // MOST_CHARS * MOST_CHARS  # what SENTENCE takes however the text goes on
+        self._take_sentences(text[:end])
+        self._rest = text[end:]
+
+    def fingerprint(self) -> Fingerprint:
+        """What the slabs so far give, taken as the whole text."""
+        self._take_sentences(self._rest)
+        self._rest = ""
+        sentences, lines = (np.concatenate([NO_HASHES, *parts]) for parts in (self._sentences, self._lines))
+        return Fingerprint(np.unique(sentences), np.unique(run_hashes(lines)))
+
+    def _take_sentences(self, text: str) -> None:
+        self._sentences.append(hash_rows([_plain(match[0]) for match in SENTENCE.finditer(text)]))
 
 
 def find_copies(sha256s: Sequence[str], fingerprints: Sequence[Fingerprint]) -> list[Copy]:
@@ -103,13 +130,13 @@ def group_related(sha256s: Sequence[str], fingerprints: Sequence[Fingerprint]) -
 
 def _number(sets: Sequence[Hashes]) -> tuple[list[npt.NDArray[np.int64]], int]:
     """The sets with their hashes numbered 0, 1, …, and how many different ones there are."""
-    known, numbers = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *sets]), return_inverse=True)
+    known, numbers = np.unique(np.concatenate([NO_HASHES, *sets]), return_inverse=True)
     return np.split(numbers, np.cumsum([len(each) for each in sets])[:-1]), len(known)
 
 
 def _pairs(sets: Sequence[Hashes], least: int) -> Iterator[tuple[int, int]]:
     """Pairs of sets that share at least so many hashes, of those in at most MAX_OWNERS sets."""
-    hashes = np.concatenate([np.empty(0, dtype=np.uint64), *sets])
+    hashes = np.concatenate([NO_HASHES, *sets])
     owners = np.repeat(np.arange(len(sets), dtype=np.int32), [len(each) for each in sets])
     order = np.argsort(hashes, kind="stable")
     hashes, owners = hashes[order], owners[order]

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from model.normalizer import Normalizer
-from rayjob.corpus.dedup import Fingerprint, fingerprint
+from rayjob.corpus.dedup import Fingerprint
 from rayjob.corpus.documents import FORMAT, Document, Piece, scan_source
 from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.sources import Source
@@ -78,17 +78,17 @@ def _scan(source: Source, normalizer: Normalizer, text_column: str) -> DocumentS
     documents, fingerprints, empty = list[Document](), list[Fingerprint](), list[str]()
     facts = SourceFacts(0, 0, 0, 0, 0)
     invalid_lines, replaced_lines = list[int | None](), list[int | None]()
-    for document, text, odd in scan_source(source, normalizer, text_column):
+    for document, fingerprint, is_blank, odd in scan_source(source, normalizer, text_column):
         n_bytes = document.end_byte - document.first_byte
         of_document = (1, n_bytes, document.bytes, odd.invalid_bytes, odd.replaced_chars)
         facts = SourceFacts(*map(operator.add, facts, of_document))
         invalid_lines += [odd.invalid_line] if odd.invalid_bytes else []
         replaced_lines += [odd.replaced_line] if odd.replaced_chars else []
-        if text.strip():
-            documents.append(document)
-            fingerprints.append(fingerprint(text))
-        else:
+        if is_blank:
             empty.append(document.doc_id)
+        else:
+            documents.append(document)
+            fingerprints.append(fingerprint)
     first_lines = (next(iter(lines), None) for lines in (invalid_lines, replaced_lines))
     return DocumentScan(documents, fingerprints, empty, facts, *first_lines)
 

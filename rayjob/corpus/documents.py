@@ -1,46 +1,58 @@
-"""From the bytes of a file to documents: the rule for odd bytes, the cleaning, and the pieces of a long text.
+"""From a file to documents: reading them, once from the beginning and later by piece, and the cleaning.
 
-Bytes: a file that begins with a UTF-16 byte-order mark is UTF-16, everything else is UTF-8. A byte that is
-not valid UTF-8 is read on its own as Windows-1252, the usual origin of such bytes, or becomes U+FFFD where
-that code page has no character; the three bytes of a lone surrogate become one U+FFFD. Such bytes are counted.
-Line ends, marks and NUL are the normaliser's; NUL is counted here.
+What a file's bytes stand for, and where a long text is cut, is said in `decoding.py`. Line ends, marks and NUL are the
+normaliser's; NUL is counted here.
 """
 
-import codecs
 import gzip
 import hashlib
 import json
-import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import SEEK_END, BytesIO
 from typing import IO, NamedTuple, cast
 
 from model.normalizer import UNENCODABLE, Normalizer, is_encodable
+from rayjob.corpus.decoding import (
+    Decode,
+    cut_slabs,
+    decode_bytes,
+    decode_value,
+    encode_value,
+    find_invalid,
+    open_utf8,
+    read_bits,
+    read_utf8,
+)
+from rayjob.corpus.dedup import Fingerprint, Fingerprinter
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.files import open_binary, sha256_of
 from rayjob.corpus.sources import Source, is_packed
 
 # Of all that is kept on storage: raise it when the rules for cleaning, copies, the split or the blocks change.
-FORMAT = 6
-
-# At most 1 MiB of UTF-8, so that a block fills up well whatever the length of its documents.
-PIECE_CHARS = 2**18
-
-UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-ESCAPED = re.compile("[\udc80-\udcff]")  # how Python marks a byte that is not UTF-8
-SURROGATE = re.compile("\udced[\udca0-\udcbf][\udc80-\udcbf]")  # its three bytes, escaped so
-WINDOWS_1252 = {0xDC00 + byte: bytes([byte]).decode("cp1252", "replace") for byte in range(0x80, 0x100)}
+FORMAT = 7
 
 
 class Piece(NamedTuple):
-    """Characters [start, stop) of a normalised text, and their size in UTF-8."""
+    """A slab of a document, or a part of one.
 
+    Attributes:
+        first_byte, end_byte: of the slab, in the UTF-8 of the document's text as it stands.
+        digest: of the slab's normalised text.
+        start, stop: characters of that text that are meant.
+        bytes: their size in UTF-8.
+        is_end: whether the document ends with them, so that EOS follows.
+    """
+
+    first_byte: int
+    end_byte: int
+    digest: str
     start: int
     stop: int
     bytes: int
+    is_end: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +65,8 @@ class Document:
         first_byte, end_byte: its bytes in the file's (unpacked) content.
         field: key of the text in its JSON object; None where the bytes are the text.
         sha256: of the normalised text in UTF-8.
-        bytes, chars: size of the normalised text.
-        pieces: the normalised text cut before white space, in order and without a gap.
+        bytes: size of the normalised text.
+        pieces: all of the text, in order and without a gap.
     """
 
     doc_id: str
@@ -64,7 +76,6 @@ class Document:
     field: str | None
     sha256: str
     bytes: int
-    chars: int
     pieces: tuple[Piece, ...]
 
 
@@ -80,81 +91,62 @@ class Oddities(NamedTuple):
     invalid_line: int | None
     replaced_line: int | None
 
+    def add(self, slab: bytes, text: str, invalid_bytes: int, first_line: int) -> "Oddities":
+        """With those of a slab, the text it was decoded to, and the number of its first line."""
+        replaced_chars = _count_replaced(text)
+        invalid_line, replaced_line = self.invalid_line, self.replaced_line
+        if invalid_bytes and invalid_line is None:
+            invalid_line = first_line + text.count("\n", 0, find_invalid(slab, text))
+        if replaced_chars and replaced_line is None:
+            first = UNENCODABLE.search(text)
+            assert first is not None  # it was counted
+            replaced_line = first_line + text.count("\n", 0, first.start())
+        return Oddities(
+            self.invalid_bytes + invalid_bytes, self.replaced_chars + replaced_chars, invalid_line, replaced_line
+        )
+
 
 class ScannedDocument(NamedTuple):
-    """A document with its normalised text and what was odd about it."""
+    """A document, what it is made of, whether it is nothing but white space, and what was odd about it."""
 
     document: Document
-    text: str
+    fingerprint: Fingerprint
+    is_blank: bool
     odd: Oddities
 
 
-def decode_bytes(data: bytes) -> tuple[str, int]:
-    """The text of `data` by the rule above, and how many of its bytes were not valid."""
-    if data.startswith(UTF_16_MARKS):
-        text = data.decode("utf-16", "replace")
-        return text, text.count(REPLACEMENT)
-    return decode_utf8(data)
-
-
-def decode_utf8(data: bytes) -> tuple[str, int]:
-    """The text of UTF-8 bytes, odd ones read by the rule above, and how many were odd."""
-    text = data.decode("utf-8", "surrogateescape")
-    invalid = sum(1 for _ in ESCAPED.finditer(text))
-    return (SURROGATE.sub(REPLACEMENT, text).translate(WINDOWS_1252) if invalid else text), invalid
-
-
 def scan_source(source: Source, normalizer: Normalizer, text_column: str) -> Iterator[ScannedDocument]:
-    """Reads one file and yields its documents in order; the file is in memory, one at a time.
+    """Reads one file and yields its documents in order; a slab of a text file is in memory, or a line of .jsonl.
 
     Raises:
         CorpusError: the file is not what its suffix says, or changed since it was hashed.
     """
-    content = _read_source(source)
-    if not source.has_rows:
-        text, invalid = decode_bytes(content)
-        odd = _oddities_of_file(content, text, invalid)
-        yield _describe(source.name, source.path, (0, len(content)), None, normalizer(text), odd)
-        return
-    first = 0
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        end = first + len(line)
-        if line.strip():
-            text, invalid = _parse_line(line, text_column, f"{source.name}:{number}")
-            doc_id = f"{source.name}:{number}"
-            odd = Oddities(invalid, _count_replaced(text), number, number)
-            yield _describe(doc_id, source.path, (first, end), text_column, normalizer(text), odd)
-        first = end
+    with _reading(source.path):
+        if sha256_of(source.path) != source.sha256:
+            raise _changed(source.path)
+        with _open(source.path) as file:
+            if source.has_rows:
+                yield from _scan_lines(file, source, normalizer, text_column)
+            else:
+                place = Document(source.name, source.path, 0, 0, None, "", 0, ())
+                scanned = _scan_text(*open_utf8(file), place, normalizer)
+                end_byte = file.seek(0, SEEK_END)
+                yield scanned._replace(document=replace(scanned.document, end_byte=end_byte))
 
 
-def read_document(document: Document, normalizer: Normalizer) -> str:
-    """The normalised text of a document that was scanned before.
+def read_pieces(document: Document, pieces: Sequence[Piece], normalizer: Normalizer) -> Iterator[str]:
+    """The normalised text of neighbouring pieces of a document that was scanned before, one by one.
 
     Raises:
         CorpusError: the file is gone or its text is no longer the one that was scanned.
     """
-    with _reading(document.path), _open(document.path) as file:
-        file.seek(document.first_byte)
-        content = file.read(document.end_byte - document.first_byte)
-    if document.field is None:
-        text, _ = decode_bytes(content)
-    else:
-        text, _ = _parse_line(content, document.field, document.doc_id)
-    text = normalizer(text)
-    if hashlib.sha256(text.encode()).hexdigest() != document.sha256:
-        raise _changed(document.path)
-    return text
-
-
-def cut_pieces(text: str, start: int = 0, stop: int | None = None) -> tuple[Piece, ...]:
-    """Cuts characters [start, stop) into pieces of at most PIECE_CHARS, before white space where there is any."""
-    end = len(text) if stop is None else stop
-    pieces = []
-    while start < end:
-        cut = end if end - start <= PIECE_CHARS else find_cut(text, start, start + PIECE_CHARS)
-        pieces.append(Piece(start, cut, len(text[start:cut].encode())))
-        start = cut
-    return tuple(pieces)
+    first = pieces[0].first_byte
+    content, decode = _read_content(document, first, pieces[-1].end_byte)
+    for piece in pieces:
+        text = normalizer(decode(content[piece.first_byte - first : piece.end_byte - first])[0])
+        if _digest(text.encode()) != piece.digest:
+            raise _changed(document.path)
+        yield text[piece.start : piece.stop]
 
 
 def find_cut(text: str, start: int, stop: int) -> int:
@@ -170,13 +162,58 @@ def find_cut(text: str, start: int, stop: int) -> int:
     return stop
 
 
-def _read_source(source: Source) -> bytes:
-    """The whole content of a file, unpacked, if it still is the file that was hashed."""
-    with _reading(source.path):
-        if sha256_of(source.path) != source.sha256:
-            raise _changed(source.path)
-        with _open(source.path) as content:
-            return content.read()
+def _scan_lines(file: IO[bytes], source: Source, normalizer: Normalizer, text_column: str) -> Iterator[ScannedDocument]:
+    first = 0
+    lines = (line for some in file for line in some.splitlines(keepends=True))  # by CR too
+    for number, line in enumerate(lines, start=1):
+        end = first + len(line)
+        if line.strip():
+            doc_id = f"{source.name}:{number}"
+            text, invalid = _parse_line(line, text_column, doc_id)
+            place = Document(doc_id, source.path, first, end, text_column, "", 0, ())
+            scanned = _scan_text(read_bits(BytesIO(encode_value(text))), decode_value, place, normalizer)
+            odd = Oddities(invalid, scanned.odd.replaced_chars, number, number)
+            yield scanned._replace(odd=odd)
+        first = end
+
+
+def _scan_text(bits: Iterator[bytes], decode: Decode, place: Document, normalizer: Normalizer) -> ScannedDocument:
+    """Reads a text slab by slab; `place` tells where it lies."""
+    pieces = list[Piece]()
+    sha256, fingerprinter, odd = hashlib.sha256(), Fingerprinter(), Oddities(0, 0, None, None)
+    is_blank = True
+    line = 1
+    first = 0
+    for slab in cut_slabs(bits):
+        text, invalid = decode(slab)
+        odd = odd.add(slab, text, invalid, line)
+        line += text.count("\n")
+        text = normalizer(text)
+        encoded = text.encode()
+        sha256.update(encoded)
+        fingerprinter.add(text)
+        is_blank = is_blank and not text.strip()
+        end = first + len(slab)
+        pieces.append(Piece(first, end, _digest(encoded), 0, len(text), len(encoded), is_end=False))
+        first = end
+    pieces[-1:] = [piece._replace(is_end=True) for piece in pieces[-1:]]
+    n_bytes = sum(piece.bytes for piece in pieces)
+    document = replace(place, sha256=sha256.hexdigest(), bytes=n_bytes, pieces=tuple(pieces))
+    return ScannedDocument(document, fingerprinter.fingerprint(), is_blank, odd)
+
+
+def _read_content(document: Document, first: int, end: int) -> tuple[bytes, Decode]:
+    """Bytes [first, end) of a document's text, and how they are decoded."""
+    with _reading(document.path), _open(document.path) as file:
+        if document.field is None:
+            return read_utf8(file, first, end)
+        file.seek(document.first_byte)
+        line = file.read(document.end_byte - document.first_byte)
+    return encode_value(_parse_line(line, document.field, document.doc_id)[0])[first:end], decode_value
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _open(path: str) -> IO[bytes]:
@@ -210,33 +247,5 @@ def _parse_line(line: bytes, field: str, where: str) -> tuple[str, int]:
     return value, invalid
 
 
-def _oddities_of_file(content: bytes, text: str, invalid_bytes: int) -> Oddities:
-    replaced_chars = _count_replaced(text)
-    replaced = UNENCODABLE.search(text) if replaced_chars else None
-    return Oddities(
-        invalid_bytes,
-        replaced_chars,
-        _line_of_invalid(content, text) if invalid_bytes else None,
-        text.count("\n", 0, replaced.start()) + 1 if replaced else None,
-    )
-
-
-def _line_of_invalid(content: bytes, text: str) -> int:
-    if content.startswith(UTF_16_MARKS):
-        return text.count("\n", 0, text.index(REPLACEMENT)) + 1
-    escaped = ESCAPED.search(content.decode("utf-8", "surrogateescape"))
-    assert escaped is not None  # it was counted
-    return escaped.string.count("\n", 0, escaped.start()) + 1
-
-
 def _count_replaced(text: str) -> int:
     return 0 if is_encodable(text) else len(UNENCODABLE.findall(text))
-
-
-def _describe(
-    doc_id: str, path: str, span: tuple[int, int], field: str | None, text: str, odd: Oddities
-) -> ScannedDocument:
-    encoded = text.encode()
-    digest = hashlib.sha256(encoded).hexdigest()
-    document = Document(doc_id, path, *span, field, digest, len(encoded), len(text), cut_pieces(text))
-    return ScannedDocument(document, text, odd)

@@ -3,6 +3,7 @@
 import fnmatch
 import glob
 import hashlib
+import io
 import os
 from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple, cast
@@ -89,7 +90,7 @@ def open_input(path: str) -> pa.NativeFile:
 
 def open_binary(path: str) -> IO[bytes]:
     """A file open for reading, as Python's own functions take it."""
-    return cast(IO[bytes], open_input(path)) if is_remote(path) else open(path, "rb")
+    return io.BufferedReader(cast(io.RawIOBase, open_input(path))) if is_remote(path) else open(path, "rb")
 
 
 def sha256_of(path: str) -> str:

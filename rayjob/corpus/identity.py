@@ -17,7 +17,8 @@ from model.tokenizer import Tokenizer
 from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus.blocks import BlocksError, Manifest
 from rayjob.corpus.boilerplate import PATTERN
-from rayjob.corpus.documents import FORMAT, PIECE_CHARS
+from rayjob.corpus.decoding import SLAB_BYTES
+from rayjob.corpus.documents import FORMAT
 from rayjob.corpus.repeats import REPEAT_ROWS
 from rayjob.corpus.rows import RANGE_BYTES
 from rayjob.corpus.sources import ROW_SOURCES, Source
@@ -56,12 +57,12 @@ def tokenizer_inputs(data: DataConfig, tokenizer: TokenizerConfig, sources: Sequ
 
 def tokens_inputs(inputs: Inputs, tokenizer: Tokenizer) -> Inputs:
     """Everything that decides the blocks: the tokenizer's inputs, and the tokenizer as it is on storage."""
-    return inputs | {"tokenizer_hash": tokenizer.hash, "piece_chars": PIECE_CHARS, "block_bytes": BLOCK_BYTES}
+    return inputs | {"tokenizer_hash": tokenizer.hash, "slab_bytes": SLAB_BYTES, "block_bytes": BLOCK_BYTES}
 
 
 def inputs_of_tokenizer(inputs: Inputs) -> Inputs:
     """The way back from `tokens_inputs`."""
-    return {key: value for key, value in inputs.items() if key not in ("tokenizer_hash", "piece_chars", "block_bytes")}
+    return {key: value for key, value in inputs.items() if key not in ("tokenizer_hash", "slab_bytes", "block_bytes")}
 
 
 def have_same_settings(inputs: Inputs, others: Inputs) -> bool:

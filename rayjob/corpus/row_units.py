@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from model.normalizer import Normalizer
 from rayjob.corpus.block_unit import BlockUnit
-from rayjob.corpus.documents import decode_utf8
+from rayjob.corpus.decoding import cut_slabs, decode_utf8
 from rayjob.corpus.row_catalog import RowCatalog, States
 from rayjob.corpus.rows import RANGE_BYTES, RowRange, read_runs
 from rayjob.corpus.scan import TRAIN, VAL
@@ -58,8 +58,8 @@ class RowUnit(BlockUnit):
             runs = [(span.rows.first, span.rows.end) for span in spans]
             pieces = itertools.groupby(read_runs(source, runs, self.text_column), key=lambda piece: piece[0])
             for span, (_, values) in zip(spans, pieces, strict=True):
-                lines = (decode_utf8(b"\n".join([*each.to_pylist(), b""]))[0] for _, each in values)
-                yield Text(span.doc_id, "".join(map(normalizer, lines)), span.is_end)
+                lines = (b"\n".join([*each.to_pylist(), b""]) for _, each in values)
+                yield Text(span.doc_id, (normalizer(decode_utf8(slab)[0]) for slab in cut_slabs(lines)), span.is_end)
 
     def to_json(self) -> str:
         sources = list(dict.fromkeys(span.rows.source for span in self.spans))

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rayjob.corpus.boilerplate import PATTERN, find_boilerplate
-from rayjob.corpus.documents import FORMAT, decode_utf8
+from rayjob.corpus.decoding import decode_utf8
+from rayjob.corpus.documents import FORMAT
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.parts import read_part, write_part
 from rayjob.corpus.repeats import Hashes, hash_rows

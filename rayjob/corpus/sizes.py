@@ -40,7 +40,8 @@ def short_problems(units: Sequence[AnyUnit], tokenizer: Tokenizer, max_seq_len: 
 
 def _token_counts(units: Sequence[AnyUnit], tokenizer: Tokenizer) -> Iterator[int]:
     for text in itertools.chain.from_iterable(unit.texts(tokenizer.normalizer) for unit in units):
-        yield from map(len, tokenizer.encode_pieces(text.text))
+        for part in text.parts:
+            yield from map(len, tokenizer.encode_pieces(part))
         yield int(text.is_end)
 
 

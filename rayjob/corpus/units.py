@@ -4,8 +4,8 @@ The plan is a pure function of the catalog, so blocks do not depend on how many 
 kill only the missing ones are written.
 """
 
-import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from model.normalizer import Normalizer
 from rayjob.corpus.block_unit import BlockUnit
 from rayjob.corpus.catalog import Stretch
-from rayjob.corpus.documents import Document, read_document
+from rayjob.corpus.documents import Document, Piece, read_pieces
 from rayjob.corpus.row_units import RowUnit
 from rayjob.corpus.text import Text
 
@@ -22,17 +22,14 @@ BLOCK_BYTES = 2 * 2**20  # of text: about 0.5M tokens, 0.8 MB of Parquet, half a
 
 
 class Span(NamedTuple):
-    """Characters [start, stop) of a document, one row of a block; `bytes` is their size in UTF-8."""
+    """Neighbouring pieces of a document, one row of a block."""
 
     document: Document
-    start: int
-    stop: int
-    bytes: int
+    pieces: tuple[Piece, ...]
 
     @property
-    def is_end(self) -> bool:
-        """Whether the document ends here, so that EOS follows."""
-        return self.stop == self.document.chars
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +44,23 @@ class Unit(BlockUnit):
 
     @property
     def content_hash(self) -> str:
-        content = [(span.document.doc_id, span.document.sha256, *span[1:]) for span in self.spans]
+        content = [(span.document.doc_id, span.document.sha256, span.pieces) for span in self.spans]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def texts(self, normalizer: Normalizer) -> Iterator[Text]:
-        for span in self.spans:
-            text = _read_text(span.document, normalizer)[span.start : span.stop]
-            yield Text(span.document.doc_id, text, span.is_end)
+        for document, pieces in self.spans:
+            yield Text(document.doc_id, read_pieces(document, pieces, normalizer), pieces[-1].is_end)
 
     def to_json(self) -> str:
-        spans = [{**span._asdict(), "document": asdict(span.document)} for span in self.spans]
+        spans = [[asdict(document), pieces] for document, pieces in self.spans]
         return json.dumps({"split": self.split, "number": self.number, "spans": spans})
 
     @classmethod
     def from_json(cls, data: str) -> "Unit":
         fields = json.loads(data)
         spans = [
-            Span(**{**span, "document": Document(**{**span["document"], "pieces": ()})}) for span in fields["spans"]
+            Span(Document(**{**document, "pieces": ()}), tuple(Piece(*piece) for piece in pieces))
+            for document, pieces in fields["spans"]
         ]
         return cls(fields["split"], fields["number"], tuple(spans))
 
@@ -78,34 +75,26 @@ def load_unit(data: str) -> AnyUnit:
 
 def plan_units(split: str, stretches: Sequence[Stretch]) -> list[Unit]:
     """Fills blocks of at most BLOCK_BYTES with pieces in order; a document goes on in the next block."""
-    spans: list[Span] = []
     units: list[Unit] = []
+    waiting: list[tuple[Document, Piece]] = []
     filled = 0
-    for piece in _pieces(stretches):
-        if spans and filled + piece.bytes > BLOCK_BYTES:
-            units.append(Unit(split, len(units), tuple(spans)))
-            spans, filled = [], 0
-        _append(spans, piece)
+    for document, piece in _pieces(stretches):
+        if waiting and filled + piece.bytes > BLOCK_BYTES:
+            units.append(_unit(split, len(units), waiting))
+            waiting, filled = [], 0
+        waiting.append((document, piece))
         filled += piece.bytes
-    if spans:
-        units.append(Unit(split, len(units), tuple(spans)))
+    if waiting:
+        units.append(_unit(split, len(units), waiting))
     return units
 
 
-@functools.lru_cache(maxsize=1)  # the units of one long document follow each other
-def _read_text(document: Document, normalizer: Normalizer) -> str:
-    return read_document(document, normalizer)
-
-
-def _pieces(stretches: Sequence[Stretch]) -> Iterator[Span]:
+def _pieces(stretches: Sequence[Stretch]) -> Iterator[tuple[Document, Piece]]:
     for document, pieces in stretches:
         bare = replace(document, pieces=())
-        yield from (Span(bare, *piece) for piece in pieces)
+        yield from ((bare, piece) for piece in pieces)
 
 
-def _append(spans: list[Span], piece: Span) -> None:
-    last = spans[-1] if spans else None
-    if last is not None and last.document == piece.document and last.stop == piece.start:
-        spans[-1] = last._replace(stop=piece.stop, bytes=last.bytes + piece.bytes)
-    else:
-        spans.append(piece)
+def _unit(split: str, number: int, pieces: Sequence[tuple[Document, Piece]]) -> Unit:
+    by_document = itertools.groupby(pieces, key=lambda each: each[0])
+    return Unit(split, number, tuple(Span(document, tuple(p for _, p in each)) for document, each in by_document))

@@ -61,11 +61,14 @@ def split_words(texts: Iterator[Text]) -> Words:
     pieces = []
     rows = []
     text_bytes = 0
-    for doc_id, text, is_end in texts:
-        content = text.encode()
-        pieces.append(_cut(content))
-        rows.append(WordRow(doc_id, len(pieces[-1]), is_end))
-        text_bytes += len(content)
+    for doc_id, parts, is_end in texts:
+        n_words = 0
+        for part in parts:
+            content = part.encode()
+            pieces.append(_cut(content))
+            n_words += len(pieces[-1])
+            text_bytes += len(content)
+        rows.append(WordRow(doc_id, n_words, is_end))
     numbered = pa.chunked_array(pieces, pa.large_string()).dictionary_encode().combine_chunks()
     return Words(numbered.dictionary.to_pylist(), numbered.indices.to_numpy(), tuple(rows), text_bytes)
 

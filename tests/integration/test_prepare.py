@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 VOCAB = TokenizerConfig(vocab_size=400)
 MAX_SEQ_LEN = 64
-PIECE_CHARS, BLOCK_BYTES = 5_000, 16_000
+SLAB_BYTES, BLOCK_BYTES = 5_000, 16_000
 REPOSITORY = Path(__file__).resolve().parents[2]
 NASTY = "</s> <s> <unk> <0x41> <0x0A> \u2581under \u2581\u2581 naïve 漢字 🙂 \0 tail  \n\n\t end </s>"
 
@@ -55,7 +55,7 @@ def books(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 kB, so that a small corpus has many; the plan is the driver's, tasks only follow it."""
-    monkeypatch.setattr("rayjob.corpus.documents.PIECE_CHARS", PIECE_CHARS)
+    monkeypatch.setattr("rayjob.corpus.decoding.SLAB_BYTES", SLAB_BYTES)
     monkeypatch.setattr("rayjob.corpus.units.BLOCK_BYTES", BLOCK_BYTES)
 
 
@@ -331,11 +331,11 @@ DRIVER = """
 import sys
 from pathlib import Path
 import ray
-import rayjob.corpus.documents, rayjob.corpus.units
+import rayjob.corpus.decoding, rayjob.corpus.units
 from rayjob.config import DataConfig, TokenizerConfig
 from rayjob.corpus.prepare import prepare
-address, books, storage, piece_chars, block_bytes = sys.argv[1:]
-rayjob.corpus.documents.PIECE_CHARS, rayjob.corpus.units.BLOCK_BYTES = int(piece_chars), int(block_bytes)
+address, books, storage, slab_bytes, block_bytes = sys.argv[1:]
+rayjob.corpus.decoding.SLAB_BYTES, rayjob.corpus.units.BLOCK_BYTES = int(slab_bytes), int(block_bytes)
 ray.init(address=address, log_to_driver=False)
 data = DataConfig(source="text", paths=(books,), val_fraction=0.2)
 prepare(data, TokenizerConfig(vocab_size=400), Path(storage), 64)
@@ -347,7 +347,7 @@ def test_killed_driver_leaves_nothing_half_done(tmp_path: Path, books: Path) -> 
     expected = digests(run(books, tmp_path / "undisturbed").tokens_folder)
     storage = tmp_path / "s"
     address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-c", DRIVER, address, str(books), str(storage), str(PIECE_CHARS), str(BLOCK_BYTES)]
+    command = [sys.executable, "-c", DRIVER, address, str(books), str(storage), str(SLAB_BYTES), str(BLOCK_BYTES)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) as driver:
         await_true(lambda: bool(list(storage.glob("tokens/*/*/part-*.parquet"))) or driver.poll() is not None)
         driver.send_signal(signal.SIGKILL)

@@ -5,7 +5,15 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayjob.corpus.dedup import MAX_OWNERS, find_copies, fingerprint, group_related
+from rayjob.corpus.dedup import (
+    LEAST_CHARS,
+    MAX_OWNERS,
+    MOST_CHARS,
+    Fingerprint,
+    Fingerprinter,
+    find_copies,
+    group_related,
+)
 
 
 def novel(seed: int, n_sentences: int = 60) -> str:
@@ -13,6 +21,13 @@ def novel(seed: int, n_sentences: int = 60) -> str:
     return " ".join(
         " ".join("".join(words.choices("abcdefghij", k=6)) for _ in range(14)) + "." for _ in range(n_sentences)
     )
+
+
+def fingerprint(*slabs: str) -> Fingerprint:
+    fingerprinter = Fingerprinter()
+    for slab in slabs:
+        fingerprinter.add(slab)
+    return fingerprinter.fingerprint()
 
 
 def copies(*texts: str) -> list[tuple[int, int]]:
@@ -112,3 +127,14 @@ def _connected(count: int, pairs: set[tuple[int, int]]) -> list[set[int]]:
         joined = [part for part in parts if part & {one, other}]
         parts = [part for part in parts if part not in joined] + [set().union(*joined)]
     return parts
+
+
+@given(
+    st.lists(st.sampled_from(["a" * 20, " b" * LEAST_CHARS, "c" * MOST_CHARS, "d. ", "\ne", "\nf", "\n"]), max_size=40)
+)
+def test_fingerprint_of_slabs_is_that_of_the_text(parts: list[str]) -> None:
+    found, whole = fingerprint(*parts), fingerprint("".join(parts))
+    assert found.sentences.tolist() == whole.sentences.tolist()
+    lines = "".join(parts).split("\n")
+    by_line = fingerprint(*(line + "\n" for line in lines[:-1]), lines[-1])
+    assert by_line.runs.tolist() == whole.runs.tolist()

@@ -1,21 +1,13 @@
 import gzip
 import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from model.normalizer import Normalizer
-from rayjob.corpus.documents import (
-    PIECE_CHARS,
-    cut_pieces,
-    decode_bytes,
-    find_cut,
-    read_document,
-    scan_source,
-)
+from rayjob.corpus.documents import Document, Oddities, find_cut, read_pieces, scan_source
 from rayjob.corpus.errors import CorpusError
 from rayjob.corpus.sources import Source
 
@@ -28,43 +20,18 @@ def source(folder: Path, name: str, content: bytes) -> Source:
     return Source(name, str(path), len(content), hashlib.sha256(content).hexdigest())
 
 
-def test_valid_utf8_is_read_as_it_is() -> None:
-    assert decode_bytes("naïve “quotes” 漢字 🙂\n".encode()) == ("naïve “quotes” 漢字 🙂\n", 0)
+def document_of(text: Source) -> Document:
+    [scanned] = scan_source(text, PLAIN, "text")
+    return scanned.document
 
 
-def test_bytes_that_are_not_utf8_are_read_as_windows_1252_and_counted() -> None:
-    assert decode_bytes("“café” – it’s".encode("cp1252")) == ("“café” – it’s", 5)
-
-
-def test_one_bad_byte_does_not_spoil_the_good_ones() -> None:
-    assert decode_bytes("naïve ".encode() + b"caf\xe9 " + "漢字".encode()) == ("naïve café 漢字", 1)
-
-
-def test_byte_without_a_windows_1252_character_becomes_the_replacement_character() -> None:
-    assert decode_bytes(b"a\x81b") == ("a\N{REPLACEMENT CHARACTER}b", 1)
-
-
-def test_lone_surrogate_is_one_replacement_character() -> None:
-    assert decode_bytes(b"a \xed\xa0\x80 \xed\xbf\xbfb") == ("a \ufffd \ufffdb", 6)
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
-def test_utf16_with_a_byte_order_mark_is_read(encoding: str) -> None:
-    mark = b"" if encoding == "utf-16" else b"\xfe\xff"
-    assert decode_bytes(mark + "Ein Café\n".encode(encoding)) == ("Ein Café\n", 0)
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_give_text_that_can_be_encoded(data: bytes) -> None:
-    text, invalid = decode_bytes(data)
-    assert invalid <= len(data)
-    PLAIN(text).encode()
+def read(document: Document) -> str:
+    return "".join(read_pieces(document, document.pieces, PLAIN))
 
 
 def test_blank_lines_indentation_and_end_of_a_text_survive(tmp_path: Path) -> None:
     text = "\n\n  Chapter 1\n\n\n\tIt was.\n   \n\n"
-    [scanned] = scan_source(source(tmp_path, "blank.txt", text.encode()), PLAIN, "text")
-    assert scanned.text == text
+    assert read(document_of(source(tmp_path, "blank.txt", text.encode()))) == text
 
 
 def test_the_forms_of_a_text_give_the_same_document(tmp_path: Path) -> None:
@@ -82,7 +49,7 @@ def test_the_forms_of_a_text_give_the_same_document(tmp_path: Path) -> None:
 def test_lines_of_jsonl_are_documents_with_their_line_number(tmp_path: Path) -> None:
     rows = b'\xef\xbb\xbf{"text": "first\\nline"}\n\n{"n": 1, "text": "caf\xe9"}\r\n{"text": "no end of line"}'
     scanned = list(scan_source(source(tmp_path, "rows.jsonl", rows), PLAIN, "text"))
-    assert [(one.document.doc_id, one.text, one.odd.invalid_bytes) for one in scanned] == [
+    assert [(one.document.doc_id, read(one.document), one.odd.invalid_bytes) for one in scanned] == [
         ("rows.jsonl:1", "first\nline", 0),
         ("rows.jsonl:3", "café", 1),
         ("rows.jsonl:4", "no end of line", 0),
@@ -109,15 +76,17 @@ def test_scanned_document_reads_back_as_the_same_text(tmp_path: Path, name: str)
         "a.txt.gz": gzip.compress("naïve".encode()),
         "a.jsonl": b'{"text": "one"}\n{"text": "tw\xf6 \\ud800"}\n',
     }[name]
-    for scanned in scan_source(source(tmp_path, name, content), PLAIN, "text"):
-        assert read_document(scanned.document, PLAIN) == scanned.text
+    texts = {"a.txt": ["café\n\ufffd end"], "a.txt.gz": ["naïve"], "a.jsonl": ["one", "twö \ufffd"]}[name]
+    scanned = scan_source(source(tmp_path, name, content), PLAIN, "text")
+    assert [read(each.document) for each in scanned] == texts
 
 
 def test_document_that_changed_after_the_scan_is_refused(tmp_path: Path) -> None:
-    [scanned] = scan_source(source(tmp_path, "a.txt", b"before"), PLAIN, "text")
-    (tmp_path / "a.txt").write_bytes(b"after!")
-    with pytest.raises(CorpusError, match="a.txt changed while"):
-        read_document(scanned.document, PLAIN)
+    document = document_of(source(tmp_path, "a.txt", b"before"))
+    for changed in (b"after!", b"bef"):
+        (tmp_path / "a.txt").write_bytes(changed)
+        with pytest.raises(CorpusError, match="a.txt changed while"):
+            read(document)
 
 
 def test_file_that_changed_after_it_was_hashed_is_refused(tmp_path: Path) -> None:
@@ -127,21 +96,57 @@ def test_file_that_changed_after_it_was_hashed_is_refused(tmp_path: Path) -> Non
         list(scan_source(hashed, PLAIN, "text"))
 
 
-@given(st.text(alphabet="ab \n漢", max_size=60), st.integers(1, 20))
-def test_pieces_join_to_the_text_and_are_bounded(text: str, limit: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rayjob.corpus.documents.PIECE_CHARS", limit)
-        pieces = cut_pieces(text)
-    assert "".join(text[piece.start : piece.stop] for piece in pieces) == text
-    assert all(0 < piece.stop - piece.start <= limit for piece in pieces)
-    assert sum(piece.bytes for piece in pieces) == len(text.encode())
+def test_long_text_is_read_in_pieces_that_join_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"line {number} of a naïve 漢字 story\r\n" for number in range(400)) + "the end"
+    files = {
+        "a.txt": text.encode() + b" caf\xe9",
+        "a.txt.gz": gzip.compress(text.encode()),
+        "utf16.txt": text.encode("utf-16") + b"x",
+        "a.jsonl": json.dumps({"text": text + "\ud800"}).encode(),
+    }
+    sources = [source(tmp_path, *file) for file in files.items()]
+    whole = [document_of(each) for each in sources]
+    monkeypatch.setattr("rayjob.corpus.decoding.SLAB_BYTES", 1000)
+    for each, before in zip(sources, whole, strict=True):
+        [scanned] = scan_source(each, PLAIN, "text")
+        document, pieces = scanned.document, scanned.document.pieces
+        assert (document.sha256, document.bytes) == (before.sha256, before.bytes)
+        assert len(pieces) > 10
+        assert [piece.is_end for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert "".join(read_pieces(document, pieces[3:7], PLAIN)) == "".join(
+            "".join(read_pieces(document, [piece], PLAIN)) for piece in pieces[3:7]
+        )
+        assert read(document) == read(before)
 
 
-def test_long_line_is_cut_before_white_space() -> None:
-    text = "word " * (3 * PIECE_CHARS // 5)
-    pieces = cut_pieces(text)
-    assert len(pieces) > 2
-    assert all(text[piece.start] == " " and text[piece.start - 1] != " " for piece in pieces[1:])
+def test_first_odd_line_is_counted_over_all_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayjob.corpus.decoding.SLAB_BYTES", 50)
+    text = "".join(f"line {number}\n" for number in range(1, 100))
+    contents = [text.encode() + b"caf\xe9\nt\0o \xe9\0", text.encode("utf-16") + "\0\0\n".encode("utf-16-le") + b"x"]
+    odd = [next(scan_source(source(tmp_path, "odd.txt", content), PLAIN, "text")).odd for content in contents]
+    assert odd == [Oddities(2, 2, 100, 101), Oddities(1, 2, 101, 100)]
+
+
+def test_memory_does_not_grow_with_the_length_of_a_file(tmp_path: Path) -> None:
+    def peak_bytes(n_bytes: int) -> int:
+        line = b"it is n't so long . " * 200 + b"\n"  # few lines and no long sentence, of which hashes are kept
+        long = source(tmp_path, "long.txt", line * (n_bytes // len(line)))
+        tracemalloc.start()
+        list(scan_source(long, Normalizer(detokenize=True, lowercase=True), "text"))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    peak_bytes(2**19)  # what the first call of anything takes
+    assert peak_bytes(2**24) < 1.1 * peak_bytes(2**22)  # a piece takes some 300 bytes
+
+
+def test_line_that_cannot_be_a_document_is_told_before_the_next_is_read(tmp_path: Path) -> None:
+    rows = source(tmp_path, "rows.jsonl", b'{"text": "good"}\r{"text": "better"}\rbad')
+    scanned = scan_source(rows, PLAIN, "text")
+    assert [next(scanned).document.doc_id for _ in range(2)] == ["rows.jsonl:1", "rows.jsonl:2"]
+    with pytest.raises(CorpusError, match="rows.jsonl:3"):
+        next(scanned)
 
 
 def test_cut_falls_at_the_end_of_a_word_or_at_the_limit() -> None:

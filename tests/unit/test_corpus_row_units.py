@@ -61,8 +61,8 @@ def catalog_of(
 
 
 def lines(units: Sequence[RowUnit], split: str) -> list[str]:
-    texts = [text.text for unit in units if unit.split == split for text in unit.texts(PLAIN)]
-    return "".join(texts).splitlines()
+    of_split = (unit for unit in units if unit.split == split)
+    return "".join(part for unit in of_split for text in unit.texts(PLAIN) for part in text.parts).splitlines()
 
 
 def facts_of(catalog: RowCatalog) -> CorpusFacts:

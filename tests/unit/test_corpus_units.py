@@ -3,24 +3,44 @@ import dataclasses
 import pytest
 
 from rayjob.corpus.catalog import Stretch
-from rayjob.corpus.documents import Document, cut_pieces
+from rayjob.corpus.documents import Document, Piece
 from rayjob.corpus.units import Unit, plan_units
 
 
 def stretch(doc_id: str, text: str, start: int = 0) -> Stretch:
-    document = Document(doc_id, f"/x/{doc_id}", 0, len(text), None, f"sha of {doc_id}", len(text), len(text), ())
-    pieces = cut_pieces(text, start)
-    return Stretch(dataclasses.replace(document, pieces=pieces), pieces)
+    """A document of ASCII in pieces of at most 10 characters, from one of them on."""
+    ends = [*range(10, len(text), 10), len(text)]
+    pieces = tuple(
+        Piece(first, end, f"digest {first}", 0, end - first, end - first, is_end=end == len(text))
+        for first, end in zip([0, *ends], ends, strict=False)
+    )
+    document = Document(doc_id, f"/x/{doc_id}", 0, len(text), None, f"sha of {doc_id}", len(text), pieces)
+    if not start:
+        return Stretch(document, pieces)
+    cut = pieces[start // 10]
+    tail = cut._replace(start=start % 10, bytes=cut.bytes - start % 10)
+    return Stretch(document, (tail, *pieces[start // 10 + 1 :]))
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayjob.corpus.documents.PIECE_CHARS", 10)
     monkeypatch.setattr("rayjob.corpus.units.BLOCK_BYTES", 25)
 
 
 def layout(units: list[Unit]) -> list[list[tuple[str, int, int, bool]]]:
-    return [[(span.document.doc_id, span.start, span.stop, span.is_end) for span in unit.spans] for unit in units]
+    """Document, characters and end of each row of each block."""
+    return [
+        [
+            (
+                span.document.doc_id,
+                span.pieces[0].first_byte + span.pieces[0].start,
+                span.pieces[-1].end_byte,
+                span.pieces[-1].is_end,
+            )
+            for span in unit.spans
+        ]
+        for unit in units
+    ]
 
 
 def test_short_documents_share_a_block_in_order() -> None:

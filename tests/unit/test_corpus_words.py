@@ -28,7 +28,7 @@ def tokenizer() -> Tokenizer:
 
 
 def split(*texts: str) -> Words:
-    return split_words(iter(Text(f"doc {number}", text, True) for number, text in enumerate(texts)))
+    return split_words(iter(Text(f"doc {number}", [text], True) for number, text in enumerate(texts)))
 
 
 def join(found: Words) -> str:
@@ -79,7 +79,7 @@ def test_control_spellings_and_white_space_survive(tokenizer: Tokenizer) -> None
 
 
 def test_eos_follows_only_where_a_document_ends(tokenizer: Tokenizer) -> None:
-    found = split_words(iter([Text("a", "the cat", False), Text("a", " sat", True), Text("b", "", True)]))
+    found = split_words(iter([Text("a", ["the", " cat"], False), Text("a", [" sat"], True), Text("b", [], True)]))
     one, two, three = encode(found, tokenizer)
     assert one == tokenizer.encode("the cat")
     assert two == [*tokenizer.encode(" sat"), tokenizer.eos_id]
