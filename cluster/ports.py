@@ -108,7 +108,7 @@ def find_exposed(ours: Iterable[int]) -> list[str]:
     for pid in ours:
         sockets = sockets_of(pid)
         lines += [
-            f"{one.address} port {one.port}, {describe(pid)}"
+            f"port {one.port} on {one.address}, {describe(pid)}"
             for one in found
             if one.inode in sockets and not one.is_loopback
         ]
