@@ -226,6 +226,4 @@ def warn_exposed(settings: Settings) -> None:
     """
     ours = [process.pid for process in processes.find_ours(settings.marker("head"))]
     for line in ports.find_exposed(ours):
-        print(
-            f"warning: other machines can reach {line}: it answers nobody without this cluster's token; a firewall closes it."
-        )
+        print(f"warning: other machines can reach {line}: without the cluster's token it refuses them.")

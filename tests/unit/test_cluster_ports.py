@@ -60,8 +60,8 @@ def test_free_port_is_no_problem(listener: socket.socket) -> None:
 def test_port_on_all_interfaces_is_found_exposed_and_one_on_loopback_is_not(listener: socket.socket) -> None:
     with socket.create_server(("0.0.0.0", 0)) as open_to_all:
         found = "\n".join(ports.find_exposed([os.getpid()]))
-        assert f"0.0.0.0 port {open_to_all.getsockname()[1]}, process {os.getpid()}" in found
-        assert f"port {listener.getsockname()[1]}," not in found
+        assert f"port {open_to_all.getsockname()[1]} on 0.0.0.0, process {os.getpid()}" in found
+        assert f"port {listener.getsockname()[1]} " not in found
 
 
 def test_nobody_answers_on_a_closed_port(listener: socket.socket) -> None:
