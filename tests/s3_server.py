@@ -76,7 +76,7 @@ class S3Server:
         return contents
 
     def put(self, path: str, content: bytes) -> None:
-        with self.client().open_output_stream(path) as stream:
+        with self.client().open_output_stream(path, compression=None) as stream:  # not packed, whatever its name
             stream.write(content)
 
     def stop(self) -> None:

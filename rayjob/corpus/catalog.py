@@ -2,20 +2,19 @@
 
 import functools
 import logging
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from model.normalizer import Normalizer
 from rayjob.corpus.dedup import Copy, find_copies, group_related
 from rayjob.corpus.document_scan import DocumentScan, SourceFacts, part_path, scan_documents
-from rayjob.corpus.documents import Document, Piece, find_cut, read_pieces
+from rayjob.corpus.documents import Document, Piece, read_pieces
 from rayjob.corpus.errors import CorpusError, PrepareCancelled
+from rayjob.corpus.held_stretch import HeldStretch, choose_stretch
 from rayjob.corpus.sources import TEXT, Source
-from rayjob.corpus.split import Split, choose_validation
+from rayjob.corpus.split import choose_validation
 from rayjob.corpus.tasks import Progress
 from rayjob.store.fetch import fetch_some
 
@@ -98,10 +97,14 @@ def build_catalog(
     kept = [index for index in range(len(found)) if index not in dropped]
     documents = [found[index] for index in kept]
     sha256s = [document.sha256 for document in documents]
-    groups = group_related(sha256s, [fingerprints[index] for index in kept])
+    fingerprints = [fingerprints[index] for index in kept]
+    groups = group_related(sha256s, fingerprints)
     sizes = [document.bytes for document in documents]
     split = choose_validation(sha256s, sizes, groups, settings.val_fraction)
-    train, val = _deal(documents, split, settings.normalizer)
+    stretch = None
+    if split.cut_document is not None:
+        stretch = choose_stretch(documents, fingerprints, split.held_out, split.tail_bytes, settings.normalizer)
+    train, val = _deal(documents, split.held_out, stretch)
     n_empty = sum(len(scan.empty) for scan in scans)
     return Catalog(
         train,
@@ -112,7 +115,7 @@ def build_catalog(
         rows_duplicate=len(copies),
         bytes_in=sum(scan.facts.source_bytes for scan in scans),
         bytes_kept=sum(document.end_byte - document.first_byte for document in documents),
-        warnings=tuple(_warnings(sources, scans, copies)),
+        warnings=(*_warnings(sources, scans, copies), *_shared_warning(documents, stretch)),
     )
 
 
@@ -143,33 +146,16 @@ def _scan(
 
 
 def _deal(
-    documents: Sequence[Document], split: Split, normalizer: Normalizer
+    documents: Sequence[Document], held_out: Collection[int], stretch: HeldStretch | None
 ) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...]]:
     train, val = [], []
     for index, document in enumerate(documents):
-        if index == split.cut_document:
-            head, tail = _cut_tail(document, split.tail_bytes, normalizer)
-            train.append(Stretch(document, head))
-            val += [Stretch(document, tail)] if tail else []
+        if stretch is not None and index == stretch.document:
+            train += [Stretch(document, pieces) for pieces in (stretch.before, stretch.behind) if pieces]
+            val += [Stretch(document, stretch.held)] if stretch.held else []
         else:
-            (val if index in split.held_out else train).append(Stretch(document, document.pieces))
+            (val if index in held_out else train).append(Stretch(document, document.pieces))
     return tuple(train), tuple(val)
-
-
-def _cut_tail(
-    document: Document, tail_bytes: int, normalizer: Normalizer
-) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    ends = list(accumulate(piece.bytes for piece in document.pieces))
-    place = document.bytes - tail_bytes
-    number = min(bisect_right(ends, place), len(ends) - 1)  # of the piece to cut
-    piece = document.pieces[number]
-    (text,) = read_pieces(document, [piece], normalizer)
-    cut = find_cut(text, 0, len(text) - round(len(text) * (ends[number] - place) / piece.bytes))
-    head_bytes = len(text[:cut].encode())
-    head = piece._replace(stop=cut, bytes=head_bytes, is_end=False)
-    tail = piece._replace(start=cut, bytes=piece.bytes - head_bytes)
-    before, after = document.pieces[:number], document.pieces[number + 1 :]
-    return (*before, *([head] if head.bytes else [])), (*([tail] if tail.bytes else []), *after)
 
 
 def _warnings(sources: Sequence[Source], scans: Sequence[DocumentScan], copies: Sequence[Copy]) -> Iterator[str]:
@@ -194,6 +180,15 @@ def _warnings(sources: Sequence[Source], scans: Sequence[DocumentScan], copies: 
     )
     ids = [document.doc_id for document in documents]
     yield from some_of(_describe_copy(copy, ids) for copy in copies)
+
+
+def _shared_warning(documents: Sequence[Document], stretch: HeldStretch | None) -> list[str]:
+    if stretch is None or not stretch.is_shared:
+        return []
+    return [
+        f"{documents[stretch.document].doc_id}: the part held out for validation shares passages with what is trained "
+        "on, as every other part that was tried does; the validation loss says little. Add other texts."
+    ]
 
 
 def _describe_copy(copy: Copy, ids: Sequence[str]) -> str:

@@ -91,7 +91,7 @@ def read_bits(file: IO[bytes]) -> Iterator[bytes]:
 def cut_slabs(bits: Iterable[bytes]) -> Iterator[bytes]:
     """Cuts the UTF-8 of a text into slabs; how it comes in bits does not matter."""
     waiting = b""
-    for data in bits:
+    for data in chain.from_iterable(map(_in_bits, bits)):
         waiting += data
         while len(waiting) > SLAB_BYTES:
             end = _find_end(waiting[:SLAB_BYTES])
@@ -99,6 +99,11 @@ def cut_slabs(bits: Iterable[bytes]) -> Iterator[bytes]:
             waiting = waiting[end:]
     if waiting:
         yield waiting
+
+
+def _in_bits(data: bytes) -> Iterator[bytes]:
+    """Cuts a long value, of which the rest would be copied for each slab."""
+    return (data[start : start + SLAB_BYTES] for start in range(0, len(data), SLAB_BYTES))
 
 
 def encode_value(text: str) -> bytes:

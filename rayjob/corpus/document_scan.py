@@ -19,7 +19,7 @@ from model.normalizer import Normalizer
 from rayjob.corpus.dedup import Fingerprint
 from rayjob.corpus.documents import FORMAT, Document, Piece, scan_source
 from rayjob.corpus.parts import read_part, write_part
-from rayjob.corpus.sources import Source
+from rayjob.corpus.sources import Source, is_packed
 
 LEAST_BYTES = 2**18  # of a file that is worth a part: a smaller one is read as fast
 
@@ -55,7 +55,8 @@ class DocumentScan(NamedTuple):
 
 def part_path(source: Source, normalizer: Normalizer, text_column: str, folder: Path) -> Path:
     """Where the part of a file lies, if it has one."""
-    key = json.dumps([FORMAT, source.sha256, source.has_rows and text_column, normalizer.to_json()])
+    read_as = text_column if source.has_rows else is_packed(source.path)
+    key = json.dumps([FORMAT, source.sha256, read_as, normalizer.to_json()])
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.parquet"
 
 

@@ -54,6 +54,11 @@ class Piece(NamedTuple):
     bytes: int
     is_end: bool
 
+    def follows(self, other: "Piece") -> bool:
+        """Whether nothing of the document stands between the other piece and this one."""
+        is_same_slab = self.first_byte == other.first_byte
+        return self.start == other.stop if is_same_slab else self.first_byte == other.end_byte and self.start == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Document:

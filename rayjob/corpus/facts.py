@@ -60,7 +60,7 @@ def document_facts(sources: Sequence[Source], catalog: Catalog) -> CorpusFacts:
     sizes = np.array([stretch.bytes for stretches in splits.values() for stretch in stretches], dtype=np.int64)
     sha256s = {split: _documents_sha256(stretches) for split, stretches in splits.items()}
     statistics = {"row_bytes": _histogram([sizes]), "removed_lines": {}}
-    documents = {split: len(stretches) for split, stretches in splits.items()}
+    documents = {split: len({each.document.doc_id for each in stretches}) for split, stretches in splits.items()}
     return CorpusFacts(described, documents, sha256s, totals, statistics, list(catalog.warnings), None)
 
 

@@ -99,7 +99,8 @@ def sha256_of(path: str) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     digest = hashlib.sha256()
-    with file_system().open_input_stream(path.removeprefix(S3)) as stream:
+    # The file as it lies: by default a .gz is unpacked on the way.
+    with file_system().open_input_stream(path.removeprefix(S3), compression=None) as stream:
         while data := stream.read(HASH_BYTES):
             digest.update(data)
     return digest.hexdigest()

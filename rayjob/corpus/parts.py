@@ -1,5 +1,6 @@
 """Small Parquet files of intermediate results, whole or absent, so that a restart does only what is missing."""
 
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -11,19 +12,24 @@ import pyarrow.parquet as pq
 from rayjob.atomic import write_atomically
 
 FACTS_KEY = b"facts"
+DIGEST_KEY = b"digest"  # of what the checksums of pages do not cover
 
 
 def write_part(path: Path, columns: dict[str, Any], facts: dict[str, Any]) -> None:
     """Writes columns of equal length, and a JSON object beside them, whole or not at all."""
-    table = pa.table(columns).replace_schema_metadata({FACTS_KEY: json.dumps(facts).encode()})
-    write_atomically(path, encode_table(table))
+    table = pa.table(columns)
+    content = json.dumps(facts).encode()
+    metadata = {FACTS_KEY: content, DIGEST_KEY: _digest(table, content)}
+    write_atomically(path, encode_table(table.replace_schema_metadata(metadata)))
 
 
 def read_part(path: Path) -> tuple[pa.Table, dict[str, Any]] | None:
     """The columns and facts of a part, or None if it is absent or damaged."""
     try:
         table = decode_table(path.read_bytes())
-        return table, json.loads(table.schema.metadata[FACTS_KEY])
+        content = table.schema.metadata[FACTS_KEY]
+        is_sound = table.schema.metadata[DIGEST_KEY] == _digest(table, content)
+        return (table, json.loads(content)) if is_sound else None
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
         return None
 
@@ -50,3 +56,8 @@ def decode_table(content: bytes) -> pa.Table:
         OSError, pyarrow.ArrowException: it is damaged.
     """
     return pq.read_table(io.BytesIO(content), page_checksum_verification=True)
+
+
+def _digest(table: pa.Table, facts: bytes) -> bytes:
+    shape = json.dumps([table.column_names, table.num_rows])
+    return hashlib.sha256(shape.encode() + facts).hexdigest().encode()

@@ -12,8 +12,8 @@ nor its place among the files nor the other files may decide:
    longest book is never the one held out.
 3. If validation then has less than half of its share, the smallest group passed over is held out as well,
    unless that is more than half of the corpus.
-4. If it still has less, the largest document is cut before white space and its tail is held out: a corpus of
-   one book.
+4. If it still has less, a document is cut before white space and its tail is held out: a corpus of one book. It is
+   the largest, unless what is held out would share passages with training (`held_stretch.py`).
 """
 
 import math

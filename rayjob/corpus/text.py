@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 
 class Text(NamedTuple):
-    """Normalised text for one row of a block, in parts that begin where a word does; EOS follows if its document ends.
+    """Normalised text for one row of a block; EOS follows if its document ends.
 
-    The parts can be taken once, and before the next text.
+    `parts` can be taken once, and before the next text. Of a word longer than a slab, one may hold only the beginning.
     """
 
     doc_id: str

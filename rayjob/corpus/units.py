@@ -5,7 +5,6 @@ kill only the missing ones are written.
 """
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -96,5 +95,11 @@ def _pieces(stretches: Sequence[Stretch]) -> Iterator[tuple[Document, Piece]]:
 
 
 def _unit(split: str, number: int, pieces: Sequence[tuple[Document, Piece]]) -> Unit:
-    by_document = itertools.groupby(pieces, key=lambda each: each[0])
-    return Unit(split, number, tuple(Span(document, tuple(p for _, p in each)) for document, each in by_document))
+    spans: list[Span] = []
+    for document, piece in pieces:
+        last = spans[-1] if spans else None
+        if last is not None and last.document == document and piece.follows(last.pieces[-1]):
+            spans[-1] = Span(document, (*last.pieces, piece))
+        else:
+            spans.append(Span(document, (piece,)))
+    return Unit(split, number, tuple(spans))

@@ -48,7 +48,7 @@ def ensure_tokenizer(
     normalizer = normalizer_of(data)
     try:
         if not has_rows(data) and size_bytes(units) <= SMALL_CORPUS_BYTES:
-            texts = (part for unit in units for text in unit.texts(normalizer) for part in text.parts)
+            texts = ("".join(text.parts) for unit in units for text in unit.texts(normalizer))
             model = train_tokenizer(texts, vocab_size=config.vocab_size, model_type=config.model_type)
         else:
             counts = count_words(units, storage / "cache" / "words", normalizer, is_cancelled)

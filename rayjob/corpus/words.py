@@ -10,7 +10,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,7 @@ def split_words(texts: Iterator[Text]) -> Words:
     text_bytes = 0
     for doc_id, parts, is_end in texts:
         n_words = 0
-        for part in parts:
-            content = part.encode()
+        for content in _whole_words(parts):
             pieces.append(_cut(content))
             n_words += len(pieces[-1])
             text_bytes += len(content)
@@ -181,6 +180,19 @@ def _cut(content: bytes) -> pa.Array:
         starts = np.concatenate([[0], starts])  # the first word has neither
     ends = np.append(starts, len(content)).astype(np.int64)
     return pa.LargeStringArray.from_buffers(len(starts), pa.py_buffer(ends), pa.py_buffer(content))
+
+
+def _whole_words(parts: Iterable[str]) -> Iterator[bytes]:
+    """The UTF-8 of a text, cut before words only: a part may end within one that is longer than a slab."""
+    waiting: list[bytes] = []
+    for part in parts:
+        content = part.encode()
+        end = max(content.rfind(b" "), content.rfind(b"\n"))
+        if end >= 0:
+            yield b"".join([*waiting, content[:end]])
+            waiting = []
+        waiting.append(content[max(end, 0) :])
+    yield b"".join(waiting)
 
 
 def _order_path(path: Path) -> Path:

@@ -1,5 +1,7 @@
+import gzip
 import hashlib
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from model.normalizer import Normalizer
 from rayjob.corpus import document_scan
 from rayjob.corpus.catalog import NAMED_PER_KIND, Catalog, CatalogSettings, build_catalog, read_texts
 from rayjob.corpus.sources import Source
+from rayjob.corpus.units import plan_units
 
 PLAIN = Normalizer(detokenize=False, lowercase=False)
 SETTINGS = CatalogSettings(PLAIN, "text", dedup=True, val_fraction=0.2)
@@ -104,3 +107,55 @@ def test_damaged_part_and_changed_settings_are_read_from_the_file(
     lower = Normalizer(detokenize=False, lowercase=True)
     scans = [document_scan.scan_documents(source, each, "text", tmp_path / "cache") for each in (PLAIN, lower)]
     assert scans[0].documents[0].sha256 != scans[1].documents[0].sha256
+
+
+def test_packed_file_of_another_name_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_scan, "LEAST_BYTES", 0)
+    content = gzip.compress(b"One line after another.\n" * 100)
+    found = []
+    for name in ("book.txt", "book.txt.gz"):
+        (tmp_path / name).write_bytes(content)
+        source = Source(name, str(tmp_path / name), len(content), hashlib.sha256(content).hexdigest())
+        found.append(document_scan.scan_documents(source, PLAIN, "text", tmp_path / "cache").facts.text_bytes)
+    assert found[1] == 2400 != found[0]
+
+
+def novel(seed: int, n_lines: int = 300) -> str:
+    words = random.Random(seed)
+    return "".join(" ".join("".join(words.choices("abcdefgh", k=5)) for _ in range(8)) + ".\n" for _ in range(n_lines))
+
+
+def shared_runs(catalog: Catalog) -> int:
+    """Runs of eight lines of validation that stand in training."""
+    sides = [[text.split("\n") for text in read_texts(side, SETTINGS)] for side in (catalog.val, catalog.train)]
+    held, trained = ({tuple(t[i : i + 8]) for t in side for i in range(1, len(t) - 8)} for side in sides)
+    return len(held & trained)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [novel(1), novel(2, 200) + novel(1)[-6000:]],
+        [novel(1) + novel(2, 60), novel(2, 60)],
+        [novel(1, 60) + novel(2) + novel(1, 60)],
+        [novel(1, 60) + novel(2, 60) + novel(3) + novel(2, 60) + novel(1, 60)],
+    ],
+)
+def test_stretch_of_a_document_that_is_held_out_stands_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]
+) -> None:
+    monkeypatch.setattr("rayjob.corpus.decoding.SLAB_BYTES", 1_000)
+    catalog = catalog_of(tmp_path, {f"{number}.txt": text for number, text in enumerate(texts)})
+    assert shared_runs(catalog) == 0
+    assert not any("shares passages" in warning for warning in catalog.warnings)
+    total = sum(map(len, texts))
+    assert 0.15 * total < sum(stretch.bytes for stretch in catalog.val) < 0.25 * total
+    assert sum(stretch.bytes for side in catalog.splits().values() for stretch in side) == total
+    units = plan_units("train", catalog.train)
+    read = "".join(part for unit in units for text in unit.texts(PLAIN) for part in text.parts)
+    assert read == "".join(read_texts(catalog.train, SETTINGS))
+
+
+def test_corpus_of_nothing_but_repeats_is_told(tmp_path: Path) -> None:
+    catalog = catalog_of(tmp_path, {"song.txt": "la la la, and again.\n" * 500})
+    assert sum("shares passages" in warning for warning in catalog.warnings) == 1

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from model.normalizer import Normalizer
 from rayjob.corpus import rows
+from rayjob.corpus.decoding import decode_utf8
 from rayjob.corpus.facts import CorpusFacts, row_facts
 from rayjob.corpus.repeats import REPEAT_ROWS
 from rayjob.corpus.row_catalog import Numbering, RowCatalog, build_row_catalog
 from rayjob.corpus.row_units import RowUnit, plan_row_units
 from rayjob.corpus.rows import inspect_files, plan_ranges
-from rayjob.corpus.scan import ScanSettings, _essences
+from rayjob.corpus.scan import ScanSettings, _essences, _mend
 from rayjob.corpus.sources import Source
 
 PLAIN = Normalizer(detokenize=False, lowercase=False)
@@ -137,13 +138,38 @@ def test_copy_in_another_treebank_spelling_goes_where_the_text_is_cleaned_of_it(
 
 
 @given(
-    st.lists(st.binary(max_size=12) | st.text("aA'` ΣÉ\0\r\n", max_size=8).map(str.encode)),
+    st.lists(st.binary(max_size=12) | st.text("aA'` ΣÉ“…-lrb\ufeff\0\r\n", max_size=8).map(str.encode)),
     st.booleans(),
     st.booleans(),
 )
 def test_essence_of_a_row_does_not_depend_on_its_neighbours(contents: list[bytes], lower: bool, treebank: bool) -> None:
     settings = ScanSettings("text", None, lower, treebank, "")
-    assert _essences(contents, settings) == [_essences([row], settings)[0] for row in contents]
+    rows, _ = _mend(contents)
+    assert _essences(rows, settings) == [_essences(_mend([row])[0], settings)[0] for row in contents]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("“{}” ‘", '"{}" \''),
+        ("“ah” {}", "`` ah '' {}"),
+        ("{} …", "{} ..."),
+        ("( aside ) {}", "-lrb- aside -RRB- {}"),
+        ("\ufeff{}", "{}"),
+        ("a\u2581b {}", "a_b {}"),
+        (b"caf\xe9 \x93{}\x94", 'café "{}"'),
+    ],
+)
+def test_copy_in_a_spelling_that_the_cleaning_makes_equal_goes(tmp_path: Path, one: str | bytes, other: str) -> None:
+    text = sentences(4, 600)
+    spelled = [one.replace(b"{}", row.encode()) if isinstance(one, bytes) else one.format(row) for row in text]
+    again = [other.format(row).encode() for row in text]
+    rows = [row.encode() if isinstance(row, str) else row for row in spelled]
+    between = [row.encode() for row in sentences(5, 50)]
+    source = write(tmp_path, "a.parquet", text=[*rows, *between, *again])
+    assert facts_of(catalog_of(tmp_path, source, detokenize=True)).totals["rows_duplicate"] == 600
+    normalizer = Normalizer(detokenize=True, lowercase=False)
+    assert [normalizer(decode_utf8(row)[0]) for row in rows] == [normalizer(row.decode()) for row in again]
 
 
 def test_copy_with_other_line_ends_goes(tmp_path: Path) -> None:

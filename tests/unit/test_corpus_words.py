@@ -137,3 +137,10 @@ def test_documents_whose_ends_would_join_to_a_piece_keep_their_own_tokens(tokeni
     several = ["the c", "at sat on t", "he mat,", " and the d", "og "]
     assert len(tokenizer.encode("".join(several))) < sum(len(tokenizer.encode(text)) for text in several)
     assert encode(split(*several), tokenizer) == [[*tokenizer.encode(text), tokenizer.eos_id] for text in several]
+
+
+@given(st.lists(texts, max_size=5))
+def test_words_do_not_depend_on_the_parts_of_a_text(parts: list[str]) -> None:
+    found, whole = (split_words(iter([Text("a", each, True)])) for each in (parts, ["".join(parts)]))
+    assert (found.words, found.order.tolist(), found.rows) == (whole.words, whole.order.tolist(), whole.rows)
+    assert found.text_bytes == whole.text_bytes
