@@ -15,9 +15,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from ray.dashboard.modules.job.pydantic_models import JobDetails
@@ -30,6 +31,8 @@ from cluster.settings import ANSWER_TIMEOUT_S, REPOSITORY, STOP_WAIT_S, Settings
 from cluster.upload import check_upload
 
 POLL_S = 0.25
+STOP_PAUSES_S = (0.5, 1, 2, 4)  # between attempts to have Ray take a stop
+SAME_SIGNAL_S = 1.0  # a wrapper that passes a signal on repeats it within this
 AGENT_TIMEOUT_S = 60
 RAY_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 3
@@ -46,10 +49,11 @@ class HeadLostError(JobError):
 
 
 class JobClient(JobSubmissionClient):
-    """Ray's client, but no question waits for ever for a dashboard that has lost its head."""
+    """Ray's client, but no question and no stop waits for ever for a dashboard that has lost its head."""
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
-        limit = {"timeout": ANSWER_TIMEOUT_S} if method == "GET" else {}
+        is_quick = method == "GET" or endpoint.endswith("/stop")
+        limit = {"timeout": ANSWER_TIMEOUT_S} if is_quick else {}
         return super()._do_request(method, endpoint, **{**limit, **options})
 
 
@@ -98,10 +102,11 @@ def stop_and_wait(
     """Lets the job save and end, and returns how it did, which is final whatever it is."""
     stopped_at_s = time.monotonic()
     with _deaf():
-        stopping_path(settings, job_id).touch()  # for the next command, if this one does not wait to the end
         processes.send(find_driver(settings, job_id), signal.SIGTERM)
         print("\nStopping: the job saves a checkpoint first.", flush=True)
-        stop(client, job_id)
+        stop(settings, client, job_id)
+        with suppress(OSError):  # it only helps the next command, if this one does not wait to the end
+            stopping_path(settings, job_id).touch()
     try:
         job = follow(settings, client, job_id, log, watch)
     except HeadLostError:
@@ -126,6 +131,29 @@ def _deaf() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Keeps a signal until a request has been answered: broken off, nobody would know whether the job exists.
+
+    One more than a second later breaks it off, as it may hang.
+    """
+    came: list[tuple[int, float]] = []
+
+    def keep(number: int, _frame: FrameType | None) -> None:
+        if came and time.monotonic() - came[0][1] > SAME_SIGNAL_S:
+            raise KeyboardInterrupt
+        came.append((number, time.monotonic()))
+
+    handlers = {number: signal.signal(number, keep) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0][0])
 
 
 def stopping_path(settings: Settings, job_id: str) -> Path:
@@ -159,12 +187,13 @@ def submit(settings: Settings, client: JobSubmissionClient, run: Run, job_id: st
     deadline_s = time.monotonic() + AGENT_TIMEOUT_S
     while True:
         try:
-            client.submit_job(
-                entrypoint=entrypoint,
-                submission_id=job_id,
-                runtime_env={"working_dir": str(REPOSITORY)},
-                metadata={"run_folder": run.folder},
-            )
+            with _held_back():
+                client.submit_job(
+                    entrypoint=entrypoint,
+                    submission_id=job_id,
+                    runtime_env={"working_dir": str(REPOSITORY)},
+                    metadata={"run_folder": run.folder},
+                )
             break
         except RuntimeError as error:
             # For some seconds after its start the head has no agent to run jobs.
@@ -209,16 +238,26 @@ def find_driver(settings: Settings, job_id: str) -> list[processes.Process]:
     return [one for one in ours if f'"{job_id}"' in processes.environment_of(one.pid).get(RAY_JOB_CONFIG, "")]
 
 
-def stop(client: JobSubmissionClient, job_id: str) -> None:
-    """Asks Ray to end the job.
+def stop(settings: Settings, client: JobSubmissionClient, job_id: str) -> None:
+    """Asks Ray to end the job; a head that is gone has ended it.
 
     Raises:
         KeyboardInterrupt: the interrupt came before the job was submitted, so there is nothing to wait for.
     """
-    try:
-        client.stop_job(job_id)
-    except RuntimeError:
-        raise KeyboardInterrupt from None
+    for pause_s in STOP_PAUSES_S:
+        try:
+            client.stop_job(job_id)
+            return
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "does not exist" in str(error):
+                raise KeyboardInterrupt from None
+            if not head.running_ports(settings):
+                return
+            reason = str(error)
+        time.sleep(pause_s)
+    print(
+        f"warning: Ray did not take the stop of job {job_id} ({reason}); the job itself has had the signal.", flush=True
+    )
 
 
 def follow(

@@ -56,6 +56,7 @@ class FakeJobs:
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(submit, "POLL_S", 0)
+    monkeypatch.setattr(submit, "STOP_PAUSES_S", (0, 0, 0))
     monkeypatch.setattr(submit, "check_upload", lambda repository: None)
     monkeypatch.setattr(submit.head, "running_ports", lambda settings: {"RAY_PORT": 1})
     settings = read_settings({"RAYJOB_STATE": str(tmp_path / "state"), "RAY_TMPDIR": "/tmp"})
@@ -239,6 +240,67 @@ def test_interrupt_before_the_job_was_taken_waits_for_nothing(run: Any, monkeypa
         run([])
 
 
+def test_interrupt_during_the_submission_stops_the_job_that_it_made(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to break the request off, which Ray carried out nevertheless."""
+
+    def submit_job(self: FakeJobs, **fields: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        self.submitted.append(fields)
+
+    monkeypatch.setattr(FakeJobs, "submit_job", submit_job)
+    end, fake = run([(JobStatus.STOPPED, "saved\n")])
+    assert (end.exit_code, fake.stopped, len(fake.submitted)) == (3, ["small-1"], 1)
+
+
+def test_submission_that_hangs_is_broken_off_by_a_later_signal(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit_job(self: FakeJobs, **fields: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not broken off")
+
+    monkeypatch.setattr(submit, "SAME_SIGNAL_S", -1)
+    monkeypatch.setattr(FakeJobs, "submit_job", submit_job)
+    assert run([(JobStatus.STOPPED, "")])[1].stopped == ["small-1"]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("refused"), RuntimeError("Request failed with status code 500")])
+def test_stop_is_asked_for_again_where_it_did_not_arrive(
+    run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It used to be forgotten, and the job submitted again."""
+    answers = iter([error, error, None])
+
+    def stop_job(self: FakeJobs, job_id: str) -> None:
+        if answer := next(answers):
+            raise answer
+        self.stopped.append(job_id)
+
+    monkeypatch.setattr(FakeJobs, "stop_job", stop_job)
+    end, fake = run([KeyboardInterrupt(), (JobStatus.STOPPED, "saved\n")])
+    assert (end.kind, end.exit_code, fake.stopped) == (Kind.FINAL, 3, ["small-1"])
+
+
+def test_job_is_waited_for_where_ray_takes_no_stop(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop_job(self: FakeJobs, job_id: str) -> None:
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr(FakeJobs, "stop_job", stop_job)
+    end, _ = run([KeyboardInterrupt(), (3, "saved\n")])
+    assert (end.kind, end.exit_code) == (Kind.FINAL, 3)
+    assert "warning: Ray did not take the stop of job small-1 (refused)" in capsys.readouterr().out
+
+
+def test_stop_reaches_the_job_where_the_state_cannot_be_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(submit.Path, "touch", refuse)
+    end, fake = run([KeyboardInterrupt(), (JobStatus.STOPPED, "saved\n")])
+    assert (end.exit_code, fake.stopped) == (3, ["small-1"])
+
+
 def test_job_that_had_to_be_killed_is_a_failure(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0, submit.STOP_WAIT_S])
     monkeypatch.setattr(submit.time, "monotonic", lambda: next(clock))
@@ -264,5 +326,6 @@ def test_questions_have_a_time_limit_and_uploads_none(monkeypatch: pytest.Monkey
     )
     client = submit.JobClient.__new__(submit.JobClient)
     client._do_request("GET", "/api/jobs/small-1")
+    client._do_request("POST", "/api/jobs/small-1/stop")
     client._do_request("PUT", "/api/packages/gcs/x", data=b"")
-    assert limits == [{"timeout": submit.ANSWER_TIMEOUT_S}, {"data": b""}]
+    assert limits == [{"timeout": submit.ANSWER_TIMEOUT_S}] * 2 + [{"data": b""}]
