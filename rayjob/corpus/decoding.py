@@ -116,6 +116,11 @@ def decode_value(data: bytes) -> tuple[str, int]:
     return data.decode("utf-8", "surrogatepass"), 0
 
 
+def count_line_ends(text: str) -> int:
+    """How many lines end in a text: by LF, by CR LF or by CR."""
+    return text.count("\n") + text.count("\r") - text.count("\r\n")
+
+
 def _recode(bits: Iterable[bytes]) -> Iterator[bytes]:
     decoder = codecs.getincrementaldecoder("utf-16")("replace")
     for data in bits:
@@ -129,7 +134,7 @@ def _decode_recoded(data: bytes) -> tuple[str, int]:
 
 
 def _find_end(window: bytes) -> int:
-    """Where a slab ends that is not the last: a place in (0, len(window))."""
+    """Where a slab ends that is not the last: a place in (0, len(window)]."""
     place = len(window)
     while (place := max(window.rfind(b"\n", 1, place), window.rfind(b"\r", 1, place))) > 0:
         # With a U+FEFF in between too: the normaliser takes it out.
@@ -141,8 +146,6 @@ def _find_end(window: bytes) -> int:
 
 
 def _last_character(window: bytes) -> int:
-    """Where the last character of UTF-8 begins; of what is none, anywhere near."""
-    place = len(window) - 1
-    while place > len(window) - 4 and window[place] & 0xC0 == 0x80:
-        place -= 1
-    return place
+    """Where the last character of UTF-8 begins; the end where none begins in the last four bytes, which is the longest."""
+    places = range(len(window) - 1, len(window) - 5, -1)
+    return next((place for place in places if window[place] & 0xC0 != 0x80), len(window))

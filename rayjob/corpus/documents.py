@@ -17,6 +17,7 @@ from typing import IO, NamedTuple, cast
 from model.normalizer import UNENCODABLE, Normalizer, is_encodable
 from rayjob.corpus.decoding import (
     Decode,
+    count_line_ends,
     cut_slabs,
     decode_bytes,
     decode_value,
@@ -101,11 +102,11 @@ class Oddities(NamedTuple):
         replaced_chars = _count_replaced(text)
         invalid_line, replaced_line = self.invalid_line, self.replaced_line
         if invalid_bytes and invalid_line is None:
-            invalid_line = first_line + text.count("\n", 0, find_invalid(slab, text))
+            invalid_line = first_line + count_line_ends(text[: find_invalid(slab, text)])
         if replaced_chars and replaced_line is None:
             first = UNENCODABLE.search(text)
             assert first is not None  # it was counted
-            replaced_line = first_line + text.count("\n", 0, first.start())
+            replaced_line = first_line + count_line_ends(text[: first.start()])
         return Oddities(
             self.invalid_bytes + invalid_bytes, self.replaced_chars + replaced_chars, invalid_line, replaced_line
         )
@@ -192,7 +193,7 @@ def _scan_text(bits: Iterator[bytes], decode: Decode, place: Document, normalize
     for slab in cut_slabs(bits):
         text, invalid = decode(slab)
         odd = odd.add(slab, text, invalid, line)
-        line += text.count("\n")
+        line += count_line_ends(text)
         text = normalizer(text)
         encoded = text.encode()
         sha256.update(encoded)

@@ -119,6 +119,14 @@ def test_line_without_plain_words_is_cut_before_a_space_and_else_between_charact
     assert all(len(slab) >= 40 - len("🙂".encode()) for slab in slabs[:-1])
 
 
+@given(st.integers(30, 40), st.integers(0, 6))
+@pytest.mark.usefixtures("_short_slabs")
+def test_character_before_stray_bytes_stays_whole(before: int, stray: int) -> None:
+    data = b"a" * before + "🙂".encode() + b"\x80" * stray + b"b" * 30
+    decoded = [decode_utf8(slab) for slab in cut_slabs([data])]
+    assert ("".join(text for text, _ in decoded), sum(invalid for _, invalid in decoded)) == decode_utf8(data)
+
+
 def test_slab_is_as_long_as_its_lines_allow() -> None:
     data = b"".join(b"line %d\n" % number for number in itertools.islice(itertools.count(), 100_000))
     slabs = list(cut_slabs([data]))

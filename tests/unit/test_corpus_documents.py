@@ -119,10 +119,16 @@ def test_long_text_is_read_in_pieces_that_join_to_it(tmp_path: Path, monkeypatch
         assert read(document) == read(before)
 
 
-def test_first_odd_line_is_counted_over_all_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_first_odd_line_is_counted_over_all_slabs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line_end: str
+) -> None:
     monkeypatch.setattr("rayjob.corpus.decoding.SLAB_BYTES", 50)
-    text = "".join(f"line {number}\n" for number in range(1, 100))
-    contents = [text.encode() + b"caf\xe9\nt\0o \xe9\0", text.encode("utf-16") + "\0\0\n".encode("utf-16-le") + b"x"]
+    text = "".join(f"line {number}{line_end}" for number in range(1, 100))
+    contents = [
+        text.encode() + b"caf\xe9" + line_end.encode() + b"t\0o \xe9\0",
+        text.encode("utf-16") + f"\0\0{line_end}".encode("utf-16-le") + b"x",
+    ]
     odd = [next(scan_source(source(tmp_path, "odd.txt", content), PLAIN, "text")).odd for content in contents]
     assert odd == [Oddities(2, 2, 100, 101), Oddities(1, 2, 101, 100)]
 
