@@ -146,6 +146,6 @@ def _find_end(window: bytes) -> int:
 
 
 def _last_character(window: bytes) -> int:
-    """Where the last character of UTF-8 begins; the end where none begins in the last four bytes, which is the longest."""
+    """Where the last character of UTF-8 begins; the end where none begins in the last four bytes."""
     places = range(len(window) - 1, len(window) - 5, -1)
     return next((place for place in places if window[place] & 0xC0 != 0x80), len(window))
