@@ -73,6 +73,6 @@ def _finite(value: float) -> float | None:
 
 
 def _eta_s(last: MetricsRow | None, max_steps: int | None, rate: float | None) -> float | None:
-    if last is None or max_steps is None or rate is None:
+    if last is None or max_steps is None or not rate or not last.step:  # 0 in a damaged row
         return None
     return max(0, max_steps - last.step) * (last.tokens / last.step) / rate

@@ -50,7 +50,10 @@ class StopRequest:
     @property
     def is_unheard(self) -> bool:
         if ray.wait([self._answer], timeout=0)[0]:
-            return not ray.get(self._answer)
+            try:
+                return not ray.get(self._answer)
+            except ray.exceptions.RayError:  # the actor is gone: whoever listens to it stops for that (StopListener)
+                return False
         return time.monotonic() - self._asked_at_s >= _HEARING_TIMEOUT_S
 
 

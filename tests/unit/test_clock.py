@@ -3,6 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from rayjob.config import JobConfig
 from rayjob.status import read_status, set_stage
 from rayjob.training.metrics import MetricsRow, MetricsWriter, read_metrics
@@ -26,3 +28,11 @@ def test_no_eta_is_negative_and_no_time_is_lost_when_the_clock_is_set_back(tmp_p
         assert status["elapsed_s"] == 2.0 * step
         assert f"eta {(10 - step) * 2}s" in progress_line(row, 10, 50.0)
     assert [row.step for row in read_metrics(config.run_folder)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("damage", [{"step": 0}, {"tokens_per_s": 0.0}])
+def test_no_eta_is_made_of_a_damaged_row(tmp_path: Path, damage: dict[str, float]) -> None:
+    config = JobConfig(storage=str(tmp_path))
+    set_stage(config, "train", 10)
+    MetricsWriter(config.run_folder, 0).write(dataclasses.replace(FIRST, **damage))
+    assert read_status(config)["eta_s"] is None

@@ -28,6 +28,18 @@ def test_request_is_given_up_when_nobody_listens_or_hears_it_in_time(
     assert request.is_unheard == is_unheard
 
 
+def test_request_to_an_actor_that_is_gone_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that listen to it notice too, and stop and save; the driver used to leave before they had."""
+
+    def lose(_ref: object) -> None:
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(preemption.ray, "wait", lambda refs, timeout: (refs, []))
+    monkeypatch.setattr(preemption.ray, "get", lose)
+    signal: Any = SimpleNamespace(request=SimpleNamespace(remote=object))
+    assert not StopRequest(signal).is_unheard
+
+
 def test_request_is_answered_at_once_where_no_worker_listens_and_else_when_one_has_heard() -> None:
     async def ask() -> tuple[bool, bool]:
         signal = StopSignal.__ray_actor_class__()  # type: ignore[attr-defined]
