@@ -31,7 +31,7 @@ from cluster.settings import ANSWER_TIMEOUT_S, REPOSITORY, STOP_WAIT_S, Settings
 from cluster.upload import check_upload
 
 POLL_S = 0.25
-STOP_PAUSES_S = (0.5, 1, 2, 4)  # between attempts to have Ray take a stop
+RETRY_PAUSES_S = (0.5, 1, 2, 4, 8)  # between attempts to have the dashboard answer or take a stop
 SAME_SIGNAL_S = 1.0  # a wrapper that passes a signal on repeats it within this
 AGENT_TIMEOUT_S = 60
 RAY_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -72,7 +72,7 @@ def run_job(settings: Settings, run: Run, watch: Callable[[str], None], last_att
         KeyboardInterrupt: a second interrupt while the job was saving.
     """
     client = JobClient(settings.dashboard_url, headers=auth_headers(settings))
-    jobs = client.list_jobs()
+    jobs = list_jobs(settings, client)
     job_id = find_running(jobs, run)
     if job_id and stopping_path(settings, job_id).exists():
         print(f"Job {job_id} of this run is still stopping: going on when it has ended.", flush=True)
@@ -104,10 +104,12 @@ def stop_and_wait(
     with _deaf():
         processes.send(find_driver(settings, job_id), signal.SIGTERM)
         print("\nStopping: the job saves a checkpoint first.", flush=True)
-        stop(settings, client, job_id)
+        is_asked = ask_to_stop(settings, client, job_id)
         with suppress(OSError):  # it only helps the next command, if this one does not wait to the end
             stopping_path(settings, job_id).touch()
     try:
+        if not is_asked:
+            insist(settings, client, job_id)
         job = follow(settings, client, job_id, log, watch)
     except HeadLostError:
         return End(Kind.FINAL, FAILED, "the Ray head died before the job had saved")
@@ -159,6 +161,23 @@ def _held_back() -> Iterator[None]:
 def stopping_path(settings: Settings, job_id: str) -> Path:
     """Returns the file that says that a job has been asked to stop."""
     return settings.state / f"{job_id}.stopping"
+
+
+def list_jobs(settings: Settings, client: JobSubmissionClient) -> list[JobDetails]:
+    """Returns the jobs that the head knows; a busy dashboard is asked again.
+
+    Raises:
+        HeadLostError: the head died.
+        OSError, RuntimeError: it lives and does not answer.
+    """
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            return list(client.list_jobs())
+        except (OSError, RuntimeError):
+            if not head.running_ports(settings):
+                raise HeadLostError("the Ray head died") from None
+        time.sleep(pause_s)
+    return list(client.list_jobs())
 
 
 def find_running(jobs: Iterable[JobDetails], run: Run) -> str | None:
@@ -238,26 +257,42 @@ def find_driver(settings: Settings, job_id: str) -> list[processes.Process]:
     return [one for one in ours if f'"{job_id}"' in processes.environment_of(one.pid).get(RAY_JOB_CONFIG, "")]
 
 
-def stop(settings: Settings, client: JobSubmissionClient, job_id: str) -> None:
-    """Asks Ray to end the job; a head that is gone has ended it.
+def ask_to_stop(settings: Settings, client: JobSubmissionClient, job_id: str) -> bool:
+    """Asks Ray to end the job; returns whether it will, or has ended, if only because the head is gone.
 
     Raises:
         KeyboardInterrupt: the interrupt came before the job was submitted, so there is nothing to wait for.
     """
-    for pause_s in STOP_PAUSES_S:
-        try:
-            client.stop_job(job_id)
-            return
-        except (OSError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "does not exist" in str(error):
-                raise KeyboardInterrupt from None
-            if not head.running_ports(settings):
-                return
-            reason = str(error)
+    try:
+        # Ray refuses while it still starts what is to run the job.
+        return client.stop_job(job_id) or client.get_job_info(job_id).status.is_terminal()
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "does not exist" in str(error):
+            raise KeyboardInterrupt from None
+        return not head.running_ports(settings)
+
+
+def insist(settings: Settings, client: JobSubmissionClient, job_id: str) -> None:
+    """Asks Ray again and again to end the job, for some seconds."""
+    for pause_s in RETRY_PAUSES_S:
         time.sleep(pause_s)
-    print(
-        f"warning: Ray did not take the stop of job {job_id} ({reason}); the job itself has had the signal.", flush=True
-    )
+        if ask_to_stop(settings, client, job_id):
+            return
+    print(f"warning: Ray does not take the stop of job {job_id}; its driver has had the signal, if there is one.")
+
+
+def stop_left(settings: Settings, run: Run, watch: Callable[[str], None]) -> End | None:
+    """Stops the job of a run that nobody follows at an interrupt; returns how it ended, or None if there is none."""
+    with _deaf():
+        try:
+            client = JobClient(settings.dashboard_url, headers=auth_headers(settings))
+            job_id = find_running(client.list_jobs(), run)
+        except (OSError, RuntimeError):  # no head, or one that does not answer
+            return None
+    if job_id is None or stopping_path(settings, job_id).exists():
+        return None
+    with LogReader(log_path(settings, job_id)) as log:
+        return stop_and_wait(settings, client, job_id, log, watch)
 
 
 def follow(

@@ -52,6 +52,15 @@ class Supervisor:
             UploadError: the repository is too big to be sent along.
             KeyboardInterrupt: while no job was running, or for the second time.
         """
+        try:
+            return self._keep_running()
+        except KeyboardInterrupt:  # between two jobs, as far as this process knew
+            end = submit.stop_left(self.settings, self.run, self._look)
+            if end is None:
+                raise
+            return end.exit_code
+
+    def _keep_running(self) -> int:
         services.start(self.settings, self.run.storage)
         before = read_heartbeat(heartbeat_path(self.settings, self.run))
         self.attempt = before.attempt if before else 0

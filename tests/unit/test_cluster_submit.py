@@ -39,8 +39,9 @@ class FakeJobs:
     def submit_job(self, **fields: Any) -> None:
         self.submitted.append(fields)
 
-    def stop_job(self, job_id: str) -> None:
+    def stop_job(self, job_id: str) -> bool:
         self.stopped.append(job_id)
+        return True
 
     def get_job_info(self, job_id: str) -> Any:
         step = next(self.steps)
@@ -56,7 +57,7 @@ class FakeJobs:
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(submit, "POLL_S", 0)
-    monkeypatch.setattr(submit, "STOP_PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr(submit, "RETRY_PAUSES_S", (0, 0, 0))
     monkeypatch.setattr(submit, "check_upload", lambda repository: None)
     monkeypatch.setattr(submit.head, "running_ports", lambda settings: {"RAY_PORT": 1})
     settings = read_settings({"RAYJOB_STATE": str(tmp_path / "state"), "RAY_TMPDIR": "/tmp"})
@@ -220,7 +221,7 @@ def test_job_that_is_still_stopping_is_waited_for_and_a_new_one_submitted(
 
 def test_head_that_dies_after_an_interrupt_is_not_brought_back(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        FakeJobs, "stop_job", lambda *_: monkeypatch.setattr(submit.head, "running_ports", lambda _: {})
+        FakeJobs, "stop_job", lambda *_: monkeypatch.setattr(submit.head, "running_ports", lambda _: {}) or True
     )
     end, _ = run([KeyboardInterrupt()])
     assert (end.kind, end.exit_code) == (Kind.FINAL, 1)
@@ -270,10 +271,11 @@ def test_stop_is_asked_for_again_where_it_did_not_arrive(
     """It used to be forgotten, and the job submitted again."""
     answers = iter([error, error, None])
 
-    def stop_job(self: FakeJobs, job_id: str) -> None:
+    def stop_job(self: FakeJobs, job_id: str) -> bool:
         if answer := next(answers):
             raise answer
         self.stopped.append(job_id)
+        return True
 
     monkeypatch.setattr(FakeJobs, "stop_job", stop_job)
     end, fake = run([KeyboardInterrupt(), (JobStatus.STOPPED, "saved\n")])
@@ -289,7 +291,63 @@ def test_job_is_waited_for_where_ray_takes_no_stop(
     monkeypatch.setattr(FakeJobs, "stop_job", stop_job)
     end, _ = run([KeyboardInterrupt(), (3, "saved\n")])
     assert (end.kind, end.exit_code) == (Kind.FINAL, 3)
-    assert "warning: Ray did not take the stop of job small-1 (refused)" in capsys.readouterr().out
+    assert "warning: Ray does not take the stop of job small-1" in capsys.readouterr().out
+
+
+def test_stop_that_ray_refuses_while_it_starts_the_job_is_asked_for_again(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to be asked for once, and the job trained to its end."""
+    answers = iter([False, False, True])
+    monkeypatch.setattr(FakeJobs, "stop_job", lambda *_: next(answers))
+    starting = (JobStatus.PENDING, "")
+    end, _ = run([KeyboardInterrupt(), starting, starting, (JobStatus.STOPPED, "")])
+    assert (end.kind, end.exit_code, list(answers)) == (Kind.FINAL, 3, [])
+
+
+def test_stop_of_a_job_that_has_ended_meanwhile_is_not_insisted_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(FakeJobs, "stop_job", lambda _, job_id: bool(asked.append(job_id)))
+    end, _ = run([KeyboardInterrupt(), (JobStatus.SUCCEEDED, ""), (JobStatus.SUCCEEDED, "")])
+    assert (end.kind, end.exit_code, asked) == (Kind.FINAL, 0, ["small-1"])
+
+
+def test_dashboard_that_is_slow_to_list_the_jobs_is_asked_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([ConnectionError("timed out"), RuntimeError("500"), None])
+
+    def list_jobs(self: FakeJobs) -> list[Any]:
+        if answer := next(answers):
+            raise answer
+        return self.known
+
+    monkeypatch.setattr(FakeJobs, "list_jobs", list_jobs)
+    assert run([(JobStatus.SUCCEEDED, "")])[0].exit_code == 0
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_job_that_nobody_followed_is_stopped_unless_it_was_asked_before(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
+) -> None:
+    running = job("small-4", metadata={"run_folder": RUN.folder})
+    fake = FakeJobs(tmp_path / "job.log", [(JobStatus.RUNNING, "saving\n"), (3, "saved\n")], [running])
+    monkeypatch.setattr(submit, "JobClient", lambda url, headers: fake)
+    if is_stopping:
+        submit.stopping_path(settings, "small-4").touch()
+    end = submit.stop_left(settings, RUN, fake.watched.append)
+    assert fake.stopped == ([] if is_stopping else ["small-4"])
+    assert end == (None if is_stopping else End(Kind.FINAL, 3, "stopped on request"))
+
+
+def test_nothing_is_stopped_where_no_job_of_the_run_is_left(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = job("tiny-1", metadata={"run_folder": "/st/runs/tiny"})
+    fake = FakeJobs(tmp_path / "job.log", [], [other])
+    monkeypatch.setattr(submit, "JobClient", lambda url, headers: fake)
+    assert submit.stop_left(settings, RUN, fake.watched.append) is None
+    monkeypatch.setattr(FakeJobs, "list_jobs", lambda _: (_ for _ in ()).throw(ConnectionError("no head")))
+    assert submit.stop_left(settings, RUN, fake.watched.append) is None
+    assert fake.stopped == []
 
 
 def test_stop_reaches_the_job_where_the_state_cannot_be_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,17 @@ def test_interrupt_while_waiting_ends_the_command(world: World) -> None:
         world.supervise()
 
 
+def test_interrupt_while_waiting_stops_a_job_that_runs_nevertheless(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    world.jobs, world.sleep = [FAILED], interrupted  # type: ignore[method-assign]
+    monkeypatch.setattr(supervise.submit, "stop_left", lambda *_: End(Kind.FINAL, 3, "stopped on request"))
+    assert world.supervise() == 3
+
+
 def test_heartbeat_tells_the_stages(world: World) -> None:
     seen = []
 
