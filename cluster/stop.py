@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 
 from cluster import head, locks, processes, redeploy, services, tracking_server
 from cluster.settings import STOP_WAIT_S, Settings, SettingsError, auth_headers, forget_other_clusters
@@ -47,24 +48,26 @@ def stop_runs(settings: Settings) -> int:
 def stop_jobs(settings: Settings) -> None:
     """Lets running jobs save and end; one that does not is killed with the head."""
     try:
-        from ray.job_submission import JobSubmissionClient
+        from cluster.submit import JobClient
     except ImportError:
         print("Ray is not installed any more: a running job is killed without a save.", file=sys.stderr)
         return
     try:
-        client = JobSubmissionClient(settings.dashboard_url, headers=auth_headers(settings))
+        client = JobClient(settings.dashboard_url, headers=auth_headers(settings))
         jobs = client.list_jobs()
         running = [job.submission_id for job in jobs if job.submission_id and not job.status.is_terminal()]
         for job_id in running:
             print(f"Stopping job {job_id}; it saves a checkpoint first.", flush=True)
             client.stop_job(job_id)
-        deadline_s = time.monotonic() + STOP_WAIT_S + 5
-        while not all(client.get_job_status(job_id).is_terminal() for job_id in running):
-            if time.monotonic() > deadline_s:
-                break
-            time.sleep(0.2)
     except (OSError, RuntimeError) as error:
         print(f"The head does not answer ({error}); ending it without asking the job.", file=sys.stderr)
+        return
+    deadline_s = time.monotonic() + STOP_WAIT_S + 5
+    while head.running_ports(settings) and time.monotonic() < deadline_s:
+        with suppress(OSError, RuntimeError):  # a busy dashboard may miss a call
+            if all(client.get_job_status(job_id).is_terminal() for job_id in running):
+                return
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":
