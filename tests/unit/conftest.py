@@ -1,5 +1,6 @@
 """Settings of all unit tests, and what several of them need."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,16 @@ torch.set_num_threads(1)
 # How long an example takes says something of the machine, and nothing of the code.
 settings.register_profile("rayjob", deadline=None)
 settings.load_profile("rayjob")
+
+
+@pytest.fixture(autouse=True)
+def _own_signal_handlers() -> Iterator[None]:
+    """Gives each test Python's handlers: a command that runs in a test's process sets its own."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
