@@ -4,6 +4,7 @@ The run's id tells its checkpoints from those of another run. The attempt's id g
 checkpoints, and its being the newest is asked before one is committed: a worker that was thought dead commits nothing.
 """
 
+import hashlib
 import json
 import time
 import uuid
@@ -32,10 +33,11 @@ def begin_attempt(run_folder: Path, step: int, run_id: str | None) -> Attempt:
     """
     known = [start["run_id"] for start in _read_starts(run_folder) if "run_id" in start]
     attempt = Attempt(run_id=known[-1] if known else run_id or uuid.uuid4().hex, id=uuid.uuid4().hex[:12])
-    line = {"step": step, "wall_time": time.time(), "run_id": attempt.run_id, "attempt": attempt.id}
+    line: dict[str, Any] = {"step": step, "wall_time": time.time(), "run_id": attempt.run_id, "attempt": attempt.id}
     before = _read_text(run_folder)
     if before and not before.endswith("\n"):
         before += "\n"
+    line["digest"] = _digest(line)
     write_atomically(run_folder / STARTS_FILE, f"{before}{json.dumps(line)}\n".encode())
     return attempt
 
@@ -64,9 +66,15 @@ def _read_starts(run_folder: Path) -> list[dict[str, Any]]:
             start = json.loads(line)
         except ValueError:
             continue
-        if isinstance(start, dict):
+        if isinstance(start, dict) and start.get("digest", _digest(start)) == _digest(start):
             starts.append(start)
     return starts
+
+
+def _digest(start: dict[str, Any]) -> str:
+    """Of all else in a line: one damaged digit of a run's id would make every sound checkpoint a stranger's."""
+    fields = {name: value for name, value in start.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _read_text(run_folder: Path) -> str:

@@ -165,6 +165,15 @@ def test_a_damaged_record_of_starts_loses_no_checkpoint(
     assert find_sound_checkpoint(folder) == folder / "step_00000003"
 
 
+def test_one_wrong_digit_of_the_run_id_makes_no_checkpoint_a_strangers(folder: Path) -> None:
+    path = folder / STARTS_FILE
+    lines = path.read_text().splitlines()
+    run_id = json.loads(lines[0])["run_id"]
+    wrong = ("1" if run_id[0] == "0" else "0") + run_id[1:]
+    path.write_text(lines[0].replace(run_id, wrong) + "\n")
+    assert find_sound_checkpoint(folder) == folder / "step_00000002"
+
+
 @pytest.mark.parametrize(
     "content", [None, "", '{"checkpoint_results": [{"checkpoint_dir_name"', '{"latest": "step_9"}']
 )
